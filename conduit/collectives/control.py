@@ -1,0 +1,154 @@
+"""The control exchange: one small equal-split all-to-all that begins every collective call.
+
+[Note: agreement]
+Every rank sends every other the same record of integers: which call this is, what the plane was
+configured with, what the directory looks like, and what the rank brings along. Whatever has to be
+equal on all ranks is then computed from the gathered records, by the same integer arithmetic
+everywhere. A difference in the part that must be equal is a DesyncError on every rank, since every
+rank sees the same records; a rank that does not come is named by the watch (see ``watch.py``).
+Either way the plane is finished: a Gloo group is dead after a timeout.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from conduit.collectives.watch import raise_missing
+from conduit.collectives.world import World
+from conduit.errors import DesyncError, WorldError
+
+__all__ = ["Control", "Operation"]
+
+FORMAT = 1
+"""Changes whenever the meaning of the record does: ranks of different versions must not mix."""
+
+
+class Operation(IntEnum):
+    """Collective calls of a plane."""
+
+    CREATE = 1
+    SAMPLE = 2
+    FLUSH = 3
+    EMPTY = 4
+    AGREE = 5
+    FENCE = 6
+    CLOSE = 7
+
+
+FINGERPRINT = (
+    "batch_size", "capacity", "schema", "seed", "routing", "max_staleness", "min_size",
+    "placement", "staging", "name",
+)
+"""Configuration that must be equal on all ranks."""
+
+AGREED = ("format", "operation", "number", *FINGERPRINT, "directory_end", "directory_state")
+BROUGHT = ("staged", "failed", "value")
+FIELDS = AGREED + BROUGHT
+_AT = {name: i for i, name in enumerate(FIELDS)}
+_OPERATION, _NUMBER = _AT["operation"], _AT["number"]
+_END, _STATE = _AT["directory_end"], _AT["directory_state"]
+_STAGED, _FAILED, _VALUE = (_AT[name] for name in BROUGHT)
+
+
+class Control:
+    """The control exchange of one plane. ``number`` counts its collective calls."""
+
+    def __init__(self, world: World, fingerprint: dict[str, int]) -> None:
+        self._world = world
+        self.number = 0
+        record = torch.zeros(world.size, len(FIELDS), dtype=torch.int64)
+        self._sent, self._received = record, torch.zeros_like(record)
+        self._out, self._in = record.numpy(), self._received.numpy()
+        self._out[:, _AT["format"]] = FORMAT
+        for name in FINGERPRINT:
+            self._out[:, _AT[name]] = fingerprint[name]
+
+    def exchange(
+        self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
+        directory_end: int = 0, directory_state: int = 0,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All ranks' ``staged`` and ``value``, int64 ``[ranks]`` each.
+
+        Raises DesyncError when ranks differ in anything they must agree on, TimeoutError or
+        WorldError when one does not come, WorldError when one says that it ``failed``.
+        """
+        self.number += 1
+        out = self._out
+        out[:, _OPERATION], out[:, _NUMBER] = operation, self.number
+        out[:, _END], out[:, _STATE] = directory_end, directory_state
+        out[:, _STAGED], out[:, _VALUE], out[:, _FAILED] = staged, value, failed
+        if self._world.size == 1:
+            return out[:, _STAGED].copy(), out[:, _VALUE].copy()
+        try:
+            dist.all_to_all_single(self._received, self._sent, group=self._world.control)
+        except RuntimeError as error:
+            raise_missing(self._world, f"{operation.name.lower()} (call {self.number})", error)
+        got = self._in
+        agreed = got[:, : len(AGREED)]
+        if got[:, _FAILED].any():
+            who = np.flatnonzero(got[:, _FAILED]).tolist()
+            raise WorldError(
+                f"{_ranks(who)} failed before {operation.name.lower()} (call {self.number})",
+                rank=self._world.rank, cure="See the error raised there",
+            )
+        if (agreed != agreed[0]).any():
+            self._refuse(agreed)
+        return got[:, _STAGED].copy(), got[:, _VALUE].copy()
+
+    def _refuse(self, agreed: NDArray[np.int64]) -> NoReturn:
+        rank = self._world.rank
+        calls: dict[str, list[int]] = {}
+        for peer, record in enumerate(agreed):
+            name = _operation_name(int(record[_OPERATION]))
+            calls.setdefault(f"{name} (call {record[_NUMBER]})", []).append(peer)
+        if len(calls) > 1:
+            told = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in calls.items())
+            raise DesyncError(
+                f"ranks made different collective calls: {told}", rank=rank,
+                cure="Make the same collective calls in the same order on every rank: never guard "
+                "them with something that differs between ranks",
+            )
+        column = int(np.flatnonzero((agreed != agreed[0]).any(axis=0))[0])
+        values: dict[int, list[int]] = {}
+        for peer, value in enumerate(agreed[:, column].tolist()):
+            values.setdefault(value, []).append(peer)
+        told = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in values.items())
+        raise DesyncError(
+            f"ranks disagree on {AGREED[column]}", rank=rank, field=AGREED[column],
+            expected="one value on all ranks", got=told,
+            cure="Give every rank the same arguments" if AGREED[column] in FINGERPRINT else
+            "This is a bug in Conduit, or ranks run different versions",
+        )
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's ``text``. Collective; for error messages, not for the hot path."""
+        world = self._world
+        data = text.encode()
+        lengths = torch.empty(world.size, dtype=torch.int64)
+        mine = torch.full((world.size,), len(data), dtype=torch.int64)
+        dist.all_to_all_single(lengths, mine, group=world.control)
+        width = int(lengths.max())
+        row = torch.zeros(width, dtype=torch.uint8)
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        got = torch.empty(world.size, width, dtype=torch.uint8)
+        dist.all_to_all_single(got, row.repeat(world.size, 1), group=world.control)
+        return [
+            bytes(got[peer, : int(lengths[peer])].tolist()).decode() for peer in range(world.size)
+        ]
+
+
+def _operation_name(code: int) -> str:
+    try:
+        return Operation(code).name.lower()
+    except ValueError:
+        return f"operation {code}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -1,0 +1,1 @@
+"""The experience data plane's control points: ingestion, placement and delivery."""

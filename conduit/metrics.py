@@ -1,0 +1,92 @@
+"""What a plane did and what it cost: counters, and the report made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+__all__ = ["Counters", "Report"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the plane was made; changed in place by the training thread only."""
+
+    samples: int = 0
+    commits: int = 0
+    fences: int = 0
+    rows_staged: int = 0
+    rows_committed: int = 0
+    rows_skipped: int = 0
+    rows_sent_home: int = 0
+    rows_delivered: int = 0
+    rows_received: int = 0
+    blocked_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One rank's account. Rows and bytes are this rank's unless they say ``global``.
+
+    ``blocked_ms`` is the time that the training thread spent in collective plane calls.
+    ``rows_received`` of the ``rows_delivered`` to this learner came from other ranks;
+    ``sent_rows`` and ``sent_bytes`` count what really went to each rank, deliveries and rows sent
+    home alike. ``late_rows`` counts draws of the global batch that a commit changed after they
+    were drafted. ``fresh_slabs`` are batches that needed fresh memory, because earlier ones are
+    kept by the user (or there were none).
+    """
+
+    name: str
+    rank: int
+    ranks: int
+    hosts: int
+    device: str
+    routing: str
+    rows: int
+    capacity: int
+    row_bytes: int
+    shard_rows: int
+    shard_bytes: int
+    directory_bytes: int
+    samples: int
+    commits: int
+    fences: int
+    rows_staged: int
+    rows_committed: int
+    rows_skipped: int
+    rows_sent_home: int
+    rows_delivered: int
+    rows_received: int
+    late_rows: int
+    exchanges: int
+    sent_rows: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    received_rows: tuple[int, ...]
+    fresh_slabs: int
+    blocked_ms: float
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as plain values, for logging."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        moved = self.rows_received / self.rows_delivered if self.rows_delivered else 0.0
+        per_sample = self.blocked_ms / self.samples if self.samples else 0.0
+        lines = [
+            f"plane {self.name!r}: rank {self.rank} of {self.ranks} on {self.hosts} host(s), "
+            f"{self.device}, {self.routing} routing",
+            f"  rows        {self.rows:,} of {self.capacity:,} (global), {self.row_bytes:,} bytes "
+            f"each; {self.shard_rows:,} held here",
+            f"  ingestion   {self.rows_staged:,} rows staged here, {self.rows_committed:,} "
+            f"committed (global) in {self.commits:,} commits; {self.rows_sent_home:,} sent to "
+            "other ranks",
+            f"  delivery    {self.samples:,} batches, {self.rows_delivered:,} rows; "
+            f"{self.rows_received:,} ({moved:.1%}) came from other ranks",
+            f"  late rows   {self.late_rows:,} of the global batches",
+            f"  sent        {sum(self.sent_rows):,} rows, {sum(self.sent_bytes) / 1e6:,.2f} MB in "
+            f"{self.exchanges:,} exchanges",
+            f"  memory      {(self.shard_bytes + self.directory_bytes) / 1e6:,.1f} MB; "
+            f"{self.fresh_slabs:,} batches needed fresh memory",
+            f"  blocked     {self.blocked_ms:,.1f} ms in plane calls, {per_sample:.3f} ms a batch",
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Scheduling: who owns which memory, and when work runs."""

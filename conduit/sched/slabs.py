@@ -1,0 +1,106 @@
+"""Slabs: the memory of delivered batches, used again only when nobody holds a view into it.
+
+[Note: whose batch it is]
+A batch belongs to the user, who may keep it, a slice of it, a numpy view, or have autograd keep it,
+for as long as they like. Fresh memory for every batch would be safe and slow: page faults dominate
+the gather of large rows. So slabs are pooled, and the storage's reference count says whether one is
+free: every tensor on the storage counts, whoever made it (slices, dtype views, numpy and DLPack
+views, tensors that autograd saved). What the pool itself holds is counted once, when the slab is
+made; a slab is free when the count is back at that number.
+
+On CUDA the next gather is issued on the stream of the caller, behind whatever that stream still
+does with the old batch, as for memory from the caching allocator.
+
+The count is read through a function that torch does not document, so it is tested once per process
+on a small slab. If it is missing or does not see a view, every batch gets fresh memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from conduit.schema import BlockViews, RowLayout
+
+__all__ = ["Slab", "SlabPool", "counts_are_reliable"]
+
+_POOLED = 4
+
+
+class Slab:
+    """Packed rows of one batch, and the cheap maker of views on them."""
+
+    def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
+        self.block = layout.block(rows, device)
+        self.views = BlockViews(layout, self.block)
+        self._storage = self.block.untyped_storage()
+        self._pointer = self._storage._cdata
+        self._own_references = use_count(self._pointer)
+
+    def is_free(self) -> bool:
+        """Whether nobody but the pool holds a view."""
+        return use_count(self._pointer) == self._own_references
+
+
+class SlabPool:
+    """Hands out slabs of ``rows`` rows. ``fresh`` counts those that had to be allocated."""
+
+    def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
+        self._layout, self._rows, self._device = layout, rows, device
+        self._slabs: list[Slab] = []
+        self._reuse = counts_are_reliable()
+        self.fresh = 0
+
+    def take(self) -> Slab:
+        """A slab that nobody else can see."""
+        for slab in self._slabs:
+            if slab.is_free():
+                return slab
+        slab = Slab(self._layout, self._rows, self._device)
+        self.fresh += 1
+        if self._reuse:
+            # The oldest is dropped from the pool, not freed: its views keep it alive.
+            self._slabs = [*self._slabs[-(_POOLED - 1) :], slab]
+        return slab
+
+    def clear(self) -> None:
+        self._slabs = []
+
+
+def use_count(storage_pointer: int) -> int:
+    """How many tensors and storages share the storage at this address."""
+    count: int = torch._C._storage_Use_Count(storage_pointer)  # type: ignore[attr-defined]
+    return count
+
+
+@functools.cache
+def counts_are_reliable() -> bool:
+    """Self-test: does the reference count see each kind of view come and go?"""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return False
+    block = torch.zeros(4, 16, dtype=torch.uint8)
+    pointer = block.untyped_storage()._cdata
+    own = use_count(pointer)
+
+    def autograd() -> object:
+        weight = torch.ones(4, requires_grad=True)
+        return (block.view(torch.float32) * weight).sum()
+
+    makers = (
+        lambda: block[1:3],
+        lambda: block.view(torch.float32),
+        lambda: block.detach().as_strided((2,), (16,), 3),
+        lambda: block[2:].numpy(),
+        lambda: block[1:].__dlpack__(),
+        autograd,
+    )
+    for make in makers:
+        view = make()
+        if use_count(pointer) == own:
+            return False
+        del view
+        if use_count(pointer) != own:
+            return False
+    return True

@@ -1,0 +1,389 @@
+"""Schema and RowLayout: what a row holds, and where each field sits in the packed row.
+
+A row's fields lie together in one aligned record, so that a batch is one gather of rows however
+many fields it has, the gathered block can be sent as it is, and the fields of a batch are strided
+views on the block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from conduit.errors import SchemaError
+
+__all__ = ["BlockViews", "Field", "Key", "RowLayout", "Schema"]
+
+Key: TypeAlias = tuple[str, ...]
+Rows: TypeAlias = Mapping[Any, Any] | TensorDictBase
+
+ROW_ALIGNMENT_BYTES = 16
+"""Rows start on multiples of the widest dtype, which is also what CUDA vector loads want."""
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+_PLAIN = (
+    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+    + ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+)
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _PLAIN + _FLOAT8 if hasattr(torch, name)
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+RESERVED = frozenset({"index", "loss_scale", "loss_weight", "priority_weight"})
+"""Top-level keys that the plane itself writes into a batch."""
+
+
+def _public(key: Key) -> str | Key:
+    """The key as people write it: ``"reward"``, or ``("next", "reward")`` when nested."""
+    return key[0] if len(key) == 1 else key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field of a row: its nested key, dtype and shape (without the batch dimension)."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Names, dtypes and shapes of a row's fields, in the order of their keys.
+
+    Make one with :meth:`from_example`, or give the fields. Raises SchemaError for an empty schema,
+    a key used twice or both as field and as prefix, a reserved key, and a dtype that cannot be
+    packed.
+    """
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", tuple(sorted(self.fields, key=lambda f: f.key)))
+        if not self.fields:
+            raise SchemaError("a schema needs at least one field", cure="Give an example row")
+        keys = [field.key for field in self.fields]
+        for field in self.fields:
+            if not field.key or not all(isinstance(part, str) and part for part in field.key):
+                raise SchemaError(
+                    "keys are strings or tuples of strings", field=field.key, got=field.key,
+                    expected="a key such as 'reward' or ('next', 'reward')",
+                )
+            if field.key[0] in RESERVED:
+                raise SchemaError(
+                    "this key is written by the plane", field=_public(field.key),
+                    cure="Rename the field",
+                )
+            if field.dtype not in _NAMES:
+                raise SchemaError(
+                    "this dtype cannot be stored", field=_public(field.key),
+                    expected="one of " + ", ".join(DTYPES), got=field.dtype,
+                )
+            prefixes = {key[: len(field.key)] for key in keys if key != field.key}
+            if keys.count(field.key) > 1 or field.key in prefixes:
+                raise SchemaError("this key is used more than once", field=_public(field.key))
+
+    @classmethod
+    def from_example(cls, example: Rows, *, batch_dims: int | None = None) -> Schema:
+        """The schema of ``example``.
+
+        ``batch_dims`` says how many leading dimensions are not part of a row. A TensorDict knows
+        (its ``batch_size``); a plain mapping is read as one row unless told otherwise. Values are
+        tensors or numpy arrays; nested mappings, TensorDicts and tuple keys may be mixed. Raises
+        SchemaError naming every leaf that is not a tensor.
+        """
+        if batch_dims is None:
+            batch_dims = example.batch_dims if isinstance(example, TensorDictBase) else 0
+        fields = []
+        for key, value in _leaves(example):
+            tensor = _as_tensor(key, value)
+            if tensor.dim() < batch_dims:
+                raise SchemaError(
+                    "too few dimensions", field=_public(key),
+                    expected=f"{batch_dims} batch dimensions", got=tuple(tensor.shape),
+                )
+            shape = tuple(tensor.shape[batch_dims:])
+            fields.append(Field(key=key, dtype=tensor.dtype, shape=shape))
+        return cls(tuple(fields))
+
+    @property
+    def keys(self) -> list[str | Key]:
+        """The fields' keys, as ``TensorDict.select`` takes them."""
+        return [_public(field.key) for field in self.fields]
+
+    @cached_property
+    def description(self) -> str:
+        """Canonical JSON: equal exactly when the schemas are equal, on any machine."""
+        rows = [[list(f.key), _NAMES[f.dtype], list(f.shape)] for f in self.fields]
+        return json.dumps(rows, separators=(",", ":"))
+
+    @classmethod
+    def from_description(cls, text: str) -> Schema:
+        """The schema that ``description`` describes; SchemaError if the text is not one."""
+        try:
+            rows = json.loads(text)
+            return cls(tuple(
+                Field(key=tuple(key), dtype=DTYPES[name], shape=tuple(int(n) for n in shape))
+                for key, name, shape in rows
+            ))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SchemaError("not a schema description", got=text[:80]) from error
+
+    @property
+    def field_texts(self) -> dict[str, str]:
+        """Each field's key and what it holds, for people: ``{"('next', 'reward')": "float32[1]"}``.
+        """
+        return {
+            repr(_public(f.key)): f"{_NAMES[f.dtype]}{list(f.shape)}" for f in self.fields
+        }
+
+    @cached_property
+    def hash(self) -> int:
+        """A stable 63-bit hash of the description."""
+        digest = hashlib.sha256(self.description.encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _leaves(node: Rows, prefix: Key = ()) -> Iterable[tuple[Key, Any]]:
+    for key in node.keys():  # noqa: SIM118 - iterating a TensorDict yields rows, not keys
+        value = node.get(key)
+        path = prefix + (key if isinstance(key, tuple) else (key,))
+        if isinstance(value, (Mapping, TensorDictBase)):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _as_tensor(key: Key, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            raise SchemaError(
+                "only dense tensors can be stored", field=_public(key),
+                expected="a strided tensor", got=f"a {value.layout} tensor",
+            )
+        return value
+    if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
+        array = np.asarray(value)
+        if array.dtype.kind in "biufc":
+            return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
+    raise SchemaError(
+        "only tensors can be stored", field=_public(key), expected="a tensor",
+        got=type(value).__name__,
+        cure="Encode it as a fixed-size tensor, or leave it out of the rows",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A field's place in the packed row."""
+
+    field: Field
+    offset_bytes: int
+
+
+class RowLayout:
+    """Where each field of a schema sits in a packed row of ``row_bytes`` bytes.
+
+    Fields are ordered by itemsize (widest first), then dtype, then key: every offset is a multiple
+    of the field's itemsize without padding, and fields of one dtype are neighbours. A row is a
+    multiple of 16 bytes, so any view of any row is aligned on CPU and GPU. ``columns`` are the
+    fields in that order, ``tree`` the nested keys with the column's number at each leaf.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        order = sorted(
+            schema.fields, key=lambda f: (-f.dtype.itemsize, _NAMES[f.dtype], f.key)
+        )
+        columns, offset = [], 0
+        for field in order:
+            columns.append(Column(field=field, offset_bytes=offset))
+            offset += field.size_bytes
+        self.columns: tuple[Column, ...] = tuple(columns)
+        aligned = -(-offset // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        self.row_bytes = max(aligned, ROW_ALIGNMENT_BYTES)
+        self.tree = _tree({column.field.key: i for i, column in enumerate(columns)})
+
+    def block(self, rows: int, device: torch.device | None = None) -> Tensor:
+        """Uninitialised packed rows: uint8 ``[rows, row_bytes]``."""
+        return torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, block: Tensor) -> dict[Key, Tensor]:
+        """Each field of ``block`` (contiguous uint8 ``[n, row_bytes]``) as a view ``[n, *shape]``.
+
+        Nothing is copied; writing to a view writes to the block.
+        """
+        n, typed = block.shape[0], {}
+        views = {}
+        for column in self.columns:
+            field = column.field
+            if field.dtype not in typed:
+                typed[field.dtype] = block.view(field.dtype)
+            base = typed[field.dtype]
+            views[field.key] = base.as_strided(
+                (n, *field.shape),
+                (base.stride(0), *_inner_strides(field.shape)),
+                base.storage_offset() + column.offset_bytes // field.dtype.itemsize,
+            )
+        return views
+
+    def tensordict(self, block: Tensor) -> TensorDict:
+        """The rows of ``block`` as a TensorDict of views."""
+        nested = _tree(self.views(block))
+        return TensorDict(nested, batch_size=[block.shape[0]])
+
+    def check(self, rows: Rows) -> tuple[int, list[Tensor]]:
+        """The number of rows and the fields' tensors in column order, or SchemaError.
+
+        Every key must be there and no other; every tensor must be ``[n, *shape]`` of the field's
+        dtype with one and the same n.
+        """
+        values: list[Any] = [None] * len(self.columns)
+        if isinstance(rows, TensorDictBase) or all(type(key) is str for key in rows):
+            self._collect(rows, self.tree, (), values)
+        else:
+            flat = dict(_leaves(rows))
+            self._collect(_tree(flat), self.tree, (), values)
+        n = -1
+        for i, column in enumerate(self.columns):
+            field, value = column.field, values[i]
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                value = values[i] = _as_tensor(field.key, value)
+            shape = value.shape
+            if n < 0 and len(shape) > 0:
+                n = shape[0]
+            if shape != (n, *field.shape):
+                self._refuse_shape(field, shape, n)
+            if value.dtype is not field.dtype:
+                raise SchemaError(
+                    "wrong dtype", field=_public(field.key), expected=field.dtype,
+                    got=value.dtype, cure=f"Convert it with .to({field.dtype})",
+                )
+            if value.is_meta:
+                raise SchemaError(
+                    "a tensor without data", field=_public(field.key),
+                    expected="a tensor on a real device", got="meta",
+                )
+        return n, values
+
+    def one_row(self, row: Rows) -> dict[Key, Tensor]:
+        """``row`` (tensors ``[*shape]``) as a batch of one, to be checked like any other."""
+        return {key: _as_tensor(key, value).unsqueeze(0) for key, value in _leaves(row)}
+
+    def _refuse_shape(self, field: Field, shape: torch.Size, n: int) -> None:
+        if tuple(shape[1:]) == field.shape:
+            first = self.columns[0].field
+            raise SchemaError(
+                "ragged rows", field=_public(field.key), got=f"{shape[0]} rows",
+                expected=f"{n} rows, as in field {_public(first.key)!r}",
+            )
+        raise SchemaError(
+            "wrong shape", field=_public(field.key),
+            expected=("n", *field.shape), got=tuple(shape),
+            cure="extend takes [n, *row shape], add takes one row; an example that is a plain dict "
+            "is read as one row (for a batch of rows give a TensorDict with its batch_size)",
+        )
+
+    def _collect(self, node: Rows, tree: Mapping[str, Any], path: Key, out: list[Any]) -> None:
+        for name, sub in tree.items():
+            value = node.get(name, None)
+            if value is None:
+                raise SchemaError(
+                    "missing field", field=_public((*path, name)), expected=self.schema.keys,
+                    got=list(node.keys()),
+                )
+            if type(sub) is int:
+                out[sub] = value
+            elif isinstance(value, (Mapping, TensorDictBase)):
+                self._collect(value, sub, (*path, name), out)
+            else:
+                raise SchemaError(
+                    "nested fields expected", field=_public((*path, name)),
+                    expected=f"a mapping with {list(sub)}", got=type(value).__name__,
+                )
+        if len(node.keys()) != len(tree):
+            extra = sorted(str(key) for key in node.keys() if key not in tree)  # noqa: SIM118
+            raise SchemaError(
+                "unknown fields", field=_public((*path, extra[0])), expected=self.schema.keys,
+                got=extra, cure="Leave them out, for a TensorDict with .select(*plane.schema.keys)",
+            )
+
+    def pack(self, values: Sequence[Tensor], out: Tensor) -> None:
+        """Copies checked ``values`` (column order, each ``[n, *shape]``) into ``out``.
+
+        ``out`` is contiguous uint8 ``[n, row_bytes]``; alignment padding is left as it is.
+        """
+        views = self.views(out)
+        for column, value in zip(self.columns, values, strict=True):
+            views[column.field.key].copy_(value.detach())
+
+
+class BlockViews:
+    """Makes the views of one block again and again, cheaply: the hot path of ``sample``.
+
+    The same views as :meth:`RowLayout.views`, made with one split per dtype. Each call hands out
+    new tensors that share no autograd history with the block or with earlier calls, so nothing a
+    user does to a batch can reach the block's own tensors. (Torch refuses one thing on such views:
+    an in-place operation with an operand that requires grad.)
+    """
+
+    def __init__(self, layout: RowLayout, block: Tensor) -> None:
+        n = block.shape[0]
+        groups: dict[torch.dtype, list[Column]] = {}
+        for column in layout.columns:
+            groups.setdefault(column.field.dtype, []).append(column)
+        self._groups: list[tuple[Tensor, list[int]]] = []
+        self._reshaped: list[tuple[int, tuple[int, ...]]] = []
+        at = 0
+        for dtype, columns in groups.items():
+            sizes = [column.field.numel for column in columns]
+            start = columns[0].offset_bytes // dtype.itemsize
+            self._groups.append((block.view(dtype).narrow(1, start, sum(sizes)), sizes))
+            for column in columns:
+                if len(column.field.shape) != 1:
+                    self._reshaped.append((at, (n, *column.field.shape)))
+                at += 1
+
+    def fresh(self) -> list[Tensor]:
+        """New views ``[n, *shape]`` of all fields, in column order."""
+        views: list[Tensor] = []
+        for base, sizes in self._groups:
+            views += base.detach().split_with_sizes(sizes, 1)
+        for at, shape in self._reshaped:
+            views[at] = views[at].view(shape)
+        return views
+
+
+def _inner_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def _tree(flat: Mapping[Key, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        node = tree
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return tree

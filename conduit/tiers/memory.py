@@ -1,0 +1,84 @@
+"""Packed rows in memory: tier ``host`` on the CPU, tier ``device`` on an accelerator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from conduit.errors import CapacityError
+
+__all__ = ["MemoryTier", "available_bytes"]
+
+
+class MemoryTier:
+    """``rows`` packed rows of ``row_bytes`` bytes, allocated once and written in place.
+
+    ``sharers`` is the number of ranks that allocate as much from the same memory. Raises
+    CapacityError, before anything is allocated, when that cannot fit.
+    """
+
+    def __init__(self, *, rows: int, row_bytes: int, device: torch.device, sharers: int) -> None:
+        self.name = "host" if device.type == "cpu" else "device"
+        self.device = device
+        asked, available = rows * row_bytes, available_bytes(device)
+        if asked * sharers > available:
+            raise CapacityError(
+                f"the {self.name} tier cannot hold this shard",
+                expected=f"at most {available:,} bytes for {sharers} ranks",
+                got=f"{asked:,} bytes a rank ({rows:,} rows of {row_bytes:,} bytes)",
+                cure=f"Lower capacity, by at least a factor of {asked * sharers / available:.2f}",
+            )
+        self.block = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+        self._record = np.dtype((np.void, row_bytes))
+        self._records = None if device.type != "cpu" else self._as_records(self.block)
+
+    def gather(self, slots: NDArray[np.int64], out: Tensor) -> None:
+        """Copies the rows at ``slots`` into ``out``, contiguous uint8 ``[len(slots), row_bytes]``.
+        """
+        if self._records is None:
+            torch.index_select(self.block, 0, self._index(slots), out=out)
+        else:
+            # On rows as opaque records numpy's take is 10 to 40% faster than index_select.
+            # "clip" spares it a buffered second copy; slots are in range.
+            self._records.take(slots, out=self._as_records(out), mode="clip")
+
+    def write(self, slots: NDArray[np.int64], rows: Tensor) -> None:
+        """Writes ``rows`` (uint8 ``[len(slots), row_bytes]``) at ``slots``, each named once."""
+        self.block.index_copy_(0, self._index(slots), rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes
+
+    def close(self) -> None:
+        """Gives the memory back once no view of it is left."""
+        self.block = self.block.new_empty((0, self.block.shape[1]))
+        self._records = None
+
+    def _as_records(self, block: Tensor) -> NDArray[np.void]:
+        return block.numpy().view(self._record)[:, 0]
+
+    def _index(self, slots: NDArray[np.int64]) -> Tensor:
+        index = torch.from_numpy(slots)
+        return index if self.device.type == "cpu" else index.to(self.device)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on ``device``, all processes of the host together."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / n for n in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available

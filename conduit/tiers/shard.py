@@ -1,0 +1,174 @@
+"""A rank's shard: the rows it holds, in a ring of slots in logical order.
+
+[Note: staging, order and reuse]
+Rows are staged where they will stay: ``stage`` packs them behind the newest row, and a commit only
+makes them visible. Rows that go to other ranks are the last ones staged, so their slots are simply
+used again; rows that come from others are written among the own rows so that slots are always in
+logical order. Live rows then are one span of the ring, and the oldest leave at its end.
+
+A slot freed by one commit is written again only after the next collective: until then other ranks'
+lanes may still read the row that was there. The ring therefore has room for the quota, the staging
+bound, and one commit of grace. A commit that needs more than the grace (every rank can tell, from
+the same integers) first makes sure by one more control exchange that nobody reads: a *fence*.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from conduit.errors import CapacityError
+from conduit.schema import RowLayout
+from conduit.tiers.memory import MemoryTier
+
+__all__ = ["Runs", "Shard", "ring_rows"]
+
+Index = NDArray[np.int64]
+
+
+def ring_rows(quota_rows: int, staging_rows: int) -> int:
+    """Slots of a ring for ``quota_rows`` rows."""
+    return quota_rows + 2 * staging_rows
+
+
+class Runs:
+    """Maps logical indices to ordinals (places in the order in which rows were written).
+
+    Keeps one (first index, ordinal - index) pair for every run of rows that are consecutive in
+    both; a rank that holds all it produces in a world of one has a single run.
+    """
+
+    def __init__(self) -> None:
+        self._starts = np.empty(64, dtype=np.int64)
+        self._offsets = np.empty(64, dtype=np.int64)
+        self._low = self._high = 0
+
+    def append(self, index: int, ordinal: int) -> None:
+        """Rows from ``index`` on lie at ``ordinal`` and following; indices only grow."""
+        offset = ordinal - index
+        if self._high > self._low and self._offsets[self._high - 1] == offset:
+            return
+        if self._high == len(self._starts):
+            live = slice(self._low, self._high)
+            length = max(2 * (self._high - self._low), 64)
+            for name in ("_starts", "_offsets"):
+                grown = np.empty(length, dtype=np.int64)
+                grown[: self._high - self._low] = getattr(self, name)[live]
+                setattr(self, name, grown)
+            self._low, self._high = 0, self._high - self._low
+        self._starts[self._high], self._offsets[self._high] = index, offset
+        self._high += 1
+
+    def forget_before(self, index: int) -> None:
+        """Drops the runs that end before ``index``."""
+        live = self._starts[self._low : self._high]
+        self._low += max(int(np.searchsorted(live, index, side="right")) - 1, 0)
+
+    def clear(self) -> None:
+        self._low = self._high = 0
+
+    def ordinals(self, indices: Index) -> Index:
+        """Ordinals of live rows at logical ``indices``."""
+        if self._high - self._low == 1:
+            return indices + self._offsets[self._low]
+        live = slice(self._low, self._high)
+        run = np.searchsorted(self._starts[live], indices, side="right") - 1
+        return indices + self._offsets[live][run]
+
+    def __len__(self) -> int:
+        return self._high - self._low
+
+
+class Shard:
+    """The rows of one rank. ``inbox`` is room for rows on their way through, addressable like a
+    slot (``inbox_slot``), so that a batch of own and received rows is still one gather."""
+
+    def __init__(
+        self, layout: RowLayout, tier: MemoryTier, *, quota_rows: int, staging_rows: int
+    ) -> None:
+        self.layout, self.tier = layout, tier
+        self.quota_rows, self.staging_rows = quota_rows, staging_rows
+        self.inbox_slot = ring_rows(quota_rows, staging_rows)
+        self.inbox = tier.block[self.inbox_slot :]
+        self.staged = 0
+        self._runs = Runs()
+        self._head = self._base = 0
+
+    def stage(self, values: list[Tensor], rows: int) -> None:
+        """Packs ``rows`` checked rows behind what is staged; CapacityError if they do not fit."""
+        if self.staged + rows > self.staging_rows:
+            raise CapacityError(
+                "these rows cannot be staged",
+                expected=f"at most {self.staging_rows - self.staged} more rows before the next "
+                f"collective ({self.staged} of {self.staging_rows} are staged)",
+                got=f"{rows} rows",
+                cure="Call flush() or sample() more often, extend in smaller pieces, or pass "
+                "ingestion=Ingestion(staging_rows=...)",
+            )
+        start = (self._head + self.staged) % self.inbox_slot
+        first = min(rows, self.inbox_slot - start)
+        block = self.tier.block
+        if first == rows:
+            self.layout.pack(values, block[start : start + rows])
+        else:
+            self.layout.pack([v[:first] for v in values], block[start : start + first])
+            self.layout.pack([v[first:] for v in values], block[: rows - first])
+        self.staged += rows
+
+    def outgoing(self, *, first: int, rows: int) -> Tensor:
+        """A copy of ``rows`` staged rows from number ``first`` on: uint8 ``[rows, row_bytes]``."""
+        out = self.layout.block(rows, self.tier.device)
+        self.tier.gather(self._slots(self._head + first, rows), out)
+        return out
+
+    def commit(
+        self, *, starts: Index, counts: Index, own: NDArray[np.bool_], received: Tensor | None,
+        dropped: int, begin: int,
+    ) -> None:
+        """Makes rows visible: runs of ``counts`` rows at logical ``starts``, in logical order.
+
+        ``own`` marks the run (at most one) of rows staged here, after ``dropped`` staged rows that
+        are not kept; all others are in ``received``, in order. ``begin`` is the oldest live index.
+        """
+        base = self._head + dropped
+        ends = np.cumsum(counts)
+        if received is not None:
+            kept = int(counts[own].sum())
+            before = int(counts[: int(own.argmax())].sum()) if kept else 0
+            if before and kept:
+                rows = self.layout.block(kept, self.tier.device)
+                self.tier.gather(self._slots(base, kept), rows)
+                self.tier.write(self._slots(base + before, kept), rows)
+            places = np.concatenate([
+                self._slots(base, before),
+                self._slots(base + before + kept, len(received) - before),
+            ])
+            self.tier.write(places, received)
+        for start, end, count in zip(starts, ends, counts, strict=True):
+            self._runs.append(int(start), base + int(end - count))
+        self._head = base + (int(ends[-1]) if len(ends) else 0)
+        self.staged = 0
+        self._runs.forget_before(begin)
+        self._base = (self._head // self.inbox_slot) * self.inbox_slot
+
+    def clear(self) -> None:
+        """Forgets all rows, staged ones too."""
+        self._runs.clear()
+        self.staged = 0
+
+    def slots(self, indices: Index) -> Index:
+        """Slots of rows held here, by logical index."""
+        slots = self._runs.ordinals(indices)
+        slots -= self._base
+        # Live rows span less than one turn of the ring, so all that can be needed is one turn back
+        # for the negative ones (whose sign, shifted, is a mask of ones).
+        slots += (slots >> 63) & self.inbox_slot
+        return slots
+
+    def gather(self, slots: Index, out: Tensor) -> None:
+        """Copies the rows at ``slots`` into ``out``, in that order."""
+        self.tier.gather(slots, out)
+
+    def _slots(self, ordinal: int, rows: int) -> Index:
+        return (ordinal + np.arange(rows)) % self.inbox_slot
