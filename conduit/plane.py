@@ -278,8 +278,7 @@ class ExperiencePlane:
     def close(self) -> None:
         """Ends the plane on all ranks and frees its memory; batches stay valid.
 
-        Destroys the process group only if the plane made it. May be called again, and after a
-        failure, when it is a local call.
+        May be called again, and after a failure, when it is a local call.
         """
         if self._closed:
             return
@@ -379,13 +378,16 @@ class ExperiencePlane:
         world, directory, shard = self._world, self._directory, self._shard
         plan = plan_commit(staged, directory, self._quotas)
         self._replay.before_commit()
-        arriving = plan.dropped + plan.arriving(world.size)
-        if (directory.held + arriving > self._quotas + self._staging_rows).any():
+        occupied = directory.held + plan.dropped + plan.arriving
+        if (occupied > self._quotas + self._staging_rows).any():
             self._talk(Operation.FENCE)
             self._counters.fences += 1
         received = self._send_home(plan) if plan.moves else None
         starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
-        directory.append(plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost)
+        directory.append(
+            plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
+            arriving=plan.arriving,
+        )
         here = plan.holders == world.rank
         shard.commit(
             starts=starts[here], counts=plan.counts[here], own=plan.sources[here] == world.rank,
@@ -397,8 +399,8 @@ class ExperiencePlane:
 
     def _send_home(self, plan: Commit) -> Tensor:
         """Sends rows beyond this rank's quota to their holders; returns those that came here."""
-        rank, ranks = self._world.rank, self._world.size
-        counts, out_counts = plan.sent_by(rank, ranks), plan.received_by(rank, ranks)
+        rank = self._world.rank
+        counts, out_counts = plan.sent_by(rank), plan.received_by(rank)
         outgoing = int(counts.sum())
         first = int(plan.dropped[rank] + plan.kept_by(rank))
         rows = self._shard.outgoing(first=first, rows=outgoing)

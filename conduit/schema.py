@@ -220,6 +220,7 @@ class RowLayout:
         self.columns: tuple[Column, ...] = tuple(columns)
         aligned = -(-offset // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
         self.row_bytes = max(aligned, ROW_ALIGNMENT_BYTES)
+        self._strides = [_inner_strides(column.field.shape) for column in columns]
         self.tree = _tree({column.field.key: i for i, column in enumerate(columns)})
 
     def block(self, rows: int, device: torch.device | None = None) -> Tensor:
@@ -231,18 +232,23 @@ class RowLayout:
 
         Nothing is copied; writing to a view writes to the block.
         """
-        n, typed = block.shape[0], {}
-        views = {}
-        for column in self.columns:
+        return {
+            column.field.key: view
+            for column, view in zip(self.columns, self._views(block), strict=True)
+        }
+
+    def _views(self, block: Tensor) -> list[Tensor]:
+        n, dtype, views = block.shape[0], None, []
+        for column, strides in zip(self.columns, self._strides, strict=True):
             field = column.field
-            if field.dtype not in typed:
-                typed[field.dtype] = block.view(field.dtype)
-            base = typed[field.dtype]
-            views[field.key] = base.as_strided(
-                (n, *field.shape),
-                (base.stride(0), *_inner_strides(field.shape)),
-                base.storage_offset() + column.offset_bytes // field.dtype.itemsize,
-            )
+            if field.dtype is not dtype:
+                dtype = field.dtype
+                base = block.view(dtype)
+                width, start = base.stride(0), base.storage_offset()
+            views.append(base.as_strided(
+                (n, *field.shape), (width, *strides),
+                start + column.offset_bytes // dtype.itemsize,
+            ))
         return views
 
     def tensordict(self, block: Tensor) -> TensorDict:
@@ -331,9 +337,9 @@ class RowLayout:
 
         ``out`` is contiguous uint8 ``[n, row_bytes]``; alignment padding is left as it is.
         """
-        views = self.views(out)
-        for column, value in zip(self.columns, values, strict=True):
-            views[column.field.key].copy_(value.detach())
+        with torch.no_grad():
+            for view, value in zip(self._views(out), values, strict=True):
+                view.copy_(value)
 
 
 class BlockViews:

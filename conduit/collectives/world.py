@@ -8,6 +8,7 @@ and therefore an order, with the user's.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -41,7 +42,6 @@ class World:
     watch: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     _owned: list[dist.ProcessGroup] = field(default_factory=list)
-    _owns_default: bool = False
 
     @classmethod
     def join(
@@ -49,10 +49,10 @@ class World:
     ) -> World:
         """Collective. Joins the ranks of ``group`` (default: all ranks of the job).
 
-        Uses the process group that the program has made; under torchrun without one it makes it,
-        and then destroys it in :meth:`close`. Without torchrun it is a world of one.
+        Uses the process group that the program has made. Under torchrun without one it makes it,
+        for the rest of the process: a group that is made again finds the first one's addresses in
+        torchrun's store. Without torchrun it is a world of one.
         """
-        owns_default = False
         if not dist.is_available() or not (dist.is_initialized() or "WORLD_SIZE" in os.environ):
             if group is not None:
                 raise WorldError("a group without torch.distributed",
@@ -66,16 +66,14 @@ class World:
                 )
             else:
                 dist.init_process_group("gloo", timeout=timeout)
-            owns_default = True
+            atexit.register(_destroy_default_group)
         base = group if group is not None else dist.group.WORLD
         if dist.get_rank(base) < 0:
             raise WorldError("this rank is not in the group that it gave",
                              rank=dist.get_rank(), cure="Make the plane on the group's ranks only")
         size = dist.get_world_size(base)
         if size == 1:
-            world = cls._alone(device, timeout)
-            world._owns_default = owns_default
-            return world
+            return cls._alone(device, timeout)
         ranks = dist.get_process_group_ranks(base)
         # Ranks outside a sub-group know nothing of this plane and cannot take part in making it.
         local = len(ranks) < dist.get_world_size()
@@ -98,7 +96,7 @@ class World:
         return cls(
             rank=dist.get_rank(base), size=size, device=device, timeout=timeout,
             hosts=np.array(hosts, dtype=np.int64), control=control, watch=watch, data=data,
-            _owned=[control, watch, data], _owns_default=owns_default,
+            _owned=[control, watch, data],
         )
 
     @classmethod
@@ -113,15 +111,17 @@ class World:
         return int(np.count_nonzero(self.hosts == self.hosts[self.rank]))
 
     def close(self) -> None:
-        """Local. Destroys the plane's groups, and the default group if ``join`` made it."""
+        """Local. Destroys the plane's own groups."""
         while self._owned:
             group = self._owned.pop()
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self.control = self.watch = self.data = None
-        if self._owns_default and dist.is_initialized():
-            self._owns_default = False
-            dist.destroy_process_group()
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _host_identity() -> int:

@@ -39,37 +39,33 @@ class Directory:
 
     def evicted(self, arriving: int) -> NDArray[np.int64]:
         """How many rows each rank will lose when ``arriving`` rows come: int64 ``[ranks]``."""
-        leaving = min(max(self.size + arriving - self.capacity, 0), self.size)
-        if leaving == 0:
-            return np.zeros(self.ranks, dtype=np.int64)
         lost = np.zeros(self.ranks, dtype=np.int64)
-        for part in self._slices(self.begin, leaving):
-            lost += np.bincount(self._ring[part], minlength=self.ranks)
+        leaving = min(max(self.size + arriving - self.capacity, 0), self.size)
+        if leaving:
+            for part in self._slices(self.begin, leaving):
+                lost += np.bincount(self._ring[part], minlength=self.ranks)
         return lost
 
     def append(
-        self, holders: NDArray[np.int64], counts: NDArray[np.int64], *,
-        skipped: int, lost: NDArray[np.int64],
+        self, holders: NDArray[np.int64], counts: NDArray[np.int64], *, skipped: int,
+        lost: NDArray[np.int64], arriving: NDArray[np.int64],
     ) -> None:
         """Gives the next logical indices to runs of ``counts`` rows held by ``holders``.
 
         ``skipped`` indices before them are used up by rows that were never stored; ``lost`` is
-        what ``evicted`` said.
+        what ``evicted`` said, ``arriving`` the sum of ``counts`` by holder.
         """
-        arriving = int(counts.sum())
-        leaving = int(lost.sum())
+        self.held += arriving
+        self.held -= lost
         self.end += skipped
         runs = np.repeat(holders.astype(self._ring.dtype), counts)
         start = 0
-        for part in self._slices(self.end, arriving):
+        for part in self._slices(self.end, len(runs)):
             stop = start + part.stop - part.start
             self._ring[part] = runs[start:stop]
             start = stop
-        self.end += arriving
-        self.size += arriving - leaving
-        self.held += np.bincount(
-            holders, weights=counts, minlength=self.ranks
-        ).astype(np.int64) - lost
+        self.end += len(runs)
+        self.size = min(self.size + len(runs), self.capacity)
 
     def clear(self) -> None:
         """Forgets all rows; logical indices go on, so that old ones never come back."""

@@ -44,11 +44,12 @@ class Ingestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What one commit does. Runs are in logical order: ``counts[i]`` rows staged by ``sources[i]``
-    come to lie on ``holders[i]``.
+    """What one commit does. Runs are in logical order: ``counts[i]`` rows (0 is possible) staged
+    by ``sources[i]`` come to lie on ``holders[i]``.
 
     ``skipped`` rows at the front (``dropped`` by each rank) get an index but are never stored,
-    because the commit is larger than the buffer. ``lost`` rows leave each rank.
+    because the commit is larger than the buffer. ``lost`` rows leave each rank, ``arriving`` come.
+    ``moves`` says whether any row goes to another rank than the one that staged it.
     """
 
     sources: Counts
@@ -57,61 +58,57 @@ class Commit:
     skipped: int
     dropped: Counts
     lost: Counts
-
-    @property
-    def moves(self) -> bool:
-        """Whether any row goes to another rank than the one that staged it."""
-        return len(self.counts) > 0 and bool((self.sources != self.holders).any())
-
-    def arriving(self, ranks: int) -> Counts:
-        """Rows that come to lie on each rank."""
-        return self._sums(self.holders, np.ones(len(self.counts), dtype=np.bool_), ranks)
+    arriving: Counts
+    moves: bool
 
     def kept_by(self, rank: int) -> int:
         """Rows that ``rank`` staged and keeps."""
         return int(self.counts[(self.sources == rank) & (self.holders == rank)].sum())
 
-    def sent_by(self, rank: int, ranks: int) -> Counts:
+    def sent_by(self, rank: int) -> Counts:
         """Rows that ``rank`` sends to each other rank."""
-        return self._sums(self.holders, (self.sources == rank) & (self.holders != rank), ranks)
+        away = (self.sources == rank) & (self.holders != rank)
+        return _sums(self.holders[away], self.counts[away], len(self.lost))
 
-    def received_by(self, rank: int, ranks: int) -> Counts:
+    def received_by(self, rank: int) -> Counts:
         """Rows that ``rank`` gets from each other rank."""
-        return self._sums(self.sources, (self.holders == rank) & (self.sources != rank), ranks)
+        away = (self.holders == rank) & (self.sources != rank)
+        return _sums(self.sources[away], self.counts[away], len(self.lost))
 
-    def _sums(self, by: Counts, which: NDArray[np.bool_], ranks: int) -> Counts:
-        weights = np.bincount(by[which], weights=self.counts[which], minlength=ranks)
-        return weights.astype(np.int64)
+
+def _sums(ranks: Counts, counts: Counts, length: int) -> Counts:
+    return np.bincount(ranks, weights=counts, minlength=length).astype(np.int64)
 
 
 def plan_commit(staged: Counts, directory: Directory, quotas: Counts) -> Commit:
     """Plans the commit of ``staged`` rows a rank (int64 ``[ranks]``) under ``quotas``."""
     ranks = np.arange(len(staged))
-    skipped = max(int(staged.sum()) - directory.capacity, 0)
-    before = np.cumsum(staged) - staged
-    dropped = np.clip(skipped - before, 0, staged)
+    total = int(staged.sum())
+    skipped = max(total - directory.capacity, 0)
+    if skipped:
+        before = np.cumsum(staged) - staged
+        dropped = np.minimum(np.maximum(skipped - before, 0), staged)
+    else:
+        dropped = np.zeros_like(staged)
     fresh = staged - dropped
-    lost = directory.evicted(int(fresh.sum()))
-    free = np.maximum(quotas - (directory.held - lost), 0)
+    lost = directory.evicted(total - skipped)
+    free = np.maximum(quotas - directory.held + lost, 0)
     kept = np.minimum(fresh, free)
     surplus = fresh - kept
     if not surplus.any():
-        some = kept > 0
         return Commit(
-            sources=ranks[some], holders=ranks[some], counts=kept[some],
-            skipped=skipped, dropped=dropped, lost=lost,
+            sources=ranks, holders=ranks, counts=kept, skipped=skipped, dropped=dropped, lost=lost,
+            arriving=kept, moves=False,
         )
     received = water_fill(free - kept, int(surplus.sum()))
     sources, holders, counts = match(surplus, received)
-    some = kept > 0
-    sources = np.concatenate([ranks[some], sources])
-    holders = np.concatenate([ranks[some], holders])
-    counts = np.concatenate([kept[some], counts])
+    sources = np.concatenate([ranks, sources])
     # A stable sort by source: a source's kept run first, then its surplus by receiver.
     order = np.argsort(sources, kind="stable")
     return Commit(
-        sources=sources[order], holders=holders[order], counts=counts[order],
-        skipped=skipped, dropped=dropped, lost=lost,
+        sources=sources[order], holders=np.concatenate([ranks, holders])[order],
+        counts=np.concatenate([kept, counts])[order], skipped=skipped, dropped=dropped, lost=lost,
+        arriving=kept + received, moves=True,
     )
 
 

@@ -145,8 +145,11 @@ class Shard:
                 self._slots(base + before + kept, len(received) - before),
             ])
             self.tier.write(places, received)
-        for start, end, count in zip(starts, ends, counts, strict=True):
-            self._runs.append(int(start), base + int(end - count))
+        for start, end, count in zip(
+            starts.tolist(), ends.tolist(), counts.tolist(), strict=True
+        ):
+            if count:
+                self._runs.append(start, base + end - count)
         self._head = base + (int(ends[-1]) if len(ends) else 0)
         self.staged = 0
         self._runs.forget_before(begin)
