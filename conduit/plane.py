@@ -133,8 +133,9 @@ class ExperiencePlane:
             }
             quota = int(self._quotas[world.rank])
             tier = MemoryTier(
+                self._layout,
                 rows=ring_rows(quota, self._staging_rows) + (batch_size if world.size > 1 else 0),
-                row_bytes=self._layout.row_bytes, device=world.device, sharers=world.host_ranks,
+                device=world.device, sharers=world.host_ranks,
             )
             self._shard = Shard(
                 self._layout, tier, quota_rows=quota, staging_rows=self._staging_rows
@@ -162,6 +163,8 @@ class ExperiencePlane:
         self._slabs = SlabPool(self._layout, batch_size, world.device)
         self._batches = BatchMaker(self._layout.tree, rows=batch_size, device=world.device)
         self._outbox = self._layout.block(0, world.device)
+        # In a world of one: the batches known ahead, and their rows' slots.
+        self._known = self._known_slots = np.empty((0, batch_size), dtype=np.int64)
         self._counters = Counters()
 
     # ---------------------------------------------------------------- local calls
@@ -363,8 +366,10 @@ class ExperiencePlane:
             raise
 
     def _synchronise(self, operation: Operation) -> None:
-        if self._world.size == 1 and self._shard.staged == 0:
+        if self._world.size == 1:
             self._check_open()
+            if self._shard.staged:
+                self._commit_alone(self._shard.staged)
             return
         staged, _ = self._talk(operation)
         if staged.any():
@@ -373,6 +378,18 @@ class ExperiencePlane:
             except ConduitError as error:
                 self._failure = error
                 raise
+
+    def _commit_alone(self, staged: int) -> None:
+        """``_commit`` in a world of one, without the arithmetic over ranks."""
+        directory, counters = self._directory, self._counters
+        self._replay.before_commit()
+        skipped = directory.append_alone(staged)
+        self._shard.commit_own(
+            start=directory.end - staged + skipped, dropped=skipped, begin=directory.begin
+        )
+        counters.commits += 1
+        counters.rows_committed += staged
+        counters.rows_skipped += skipped
 
     def _commit(self, staged: NDArray[np.int64]) -> None:
         world, directory, shard = self._world, self._directory, self._shard
@@ -412,12 +429,14 @@ class ExperiencePlane:
     def _deliver(self) -> TensorDict:
         delivery = self._replay.deal()
         shard, index = self._shard, delivery.index
-        if delivery.transfers is None:
-            slots = shard.slots(index)
-        else:
+        if delivery.block is None:
             slots = self._receive(delivery)
+        else:
+            if delivery.block is not self._known:
+                self._known, self._known_slots = delivery.block, shard.slots(delivery.block)
+            slots = self._known_slots[delivery.row]
         slab = self._slabs.take()
-        shard.gather(slots, slab.block)
+        shard.gather(slots, slab.records)
         self._counters.samples += 1
         self._counters.rows_delivered += len(index)
         return self._batches.make(slab.views.fresh(), index, loss_scale=1.0)
@@ -432,7 +451,7 @@ class ExperiencePlane:
                 self._outbox = self._layout.block(2 * len(moves.send), self._world.device)
             outbox = self._outbox[: len(moves.send)]
             if len(moves.send):
-                shard.gather(shard.slots(delivery.send), outbox)
+                shard.gather(shard.slots(delivery.send), self._layout.records(outbox))
             self._exchange(
                 outbox, moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
                 what="exchanging the rows of a batch",

@@ -67,6 +67,13 @@ class Directory:
         self.end += len(runs)
         self.size = min(self.size + len(runs), self.capacity)
 
+    def append_alone(self, rows: int) -> int:
+        """``append`` of ``rows`` in a world of one; returns how many of them are skipped."""
+        self.end += rows
+        self.size = min(self.size + rows, self.capacity)
+        self.held[0] = self.size
+        return max(rows - self.capacity, 0)
+
     def clear(self) -> None:
         """Forgets all rows; logical indices go on, so that old ones never come back."""
         self.size, self._origin = 0, self.end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 __all__ = ["BatchMaker"]
+
+
+_Plan: TypeAlias = tuple[list[tuple[str, int]], list[tuple[str, Any]]]
 
 
 class BatchMaker:
@@ -23,7 +26,8 @@ class BatchMaker:
     """
 
     def __init__(self, tree: Mapping[str, Any], *, rows: int, device: torch.device) -> None:
-        self._tree, self._size, self._device = tree, torch.Size([rows]), device
+        self._size, self._device = torch.Size([rows]), device
+        self._plan = _plan(tree)
         self._scales: dict[float, Any] = {}
         self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
 
@@ -31,7 +35,7 @@ class BatchMaker:
         self, columns: list[Tensor], index: NDArray[np.int64], *, loss_scale: float
     ) -> TensorDict:
         """A TensorDict of ``columns`` (in column order), index and loss scale."""
-        fields = self._nest(self._tree, columns)
+        fields = self._nest(self._plan, columns)
         tensor = torch.from_numpy(index)
         fields["index"] = tensor if self._device.type == "cpu" else tensor.to(self._device)
         scale = self._scales.get(loss_scale)
@@ -42,12 +46,20 @@ class BatchMaker:
         fields["loss_scale"] = scale
         return self._new(fields, batch_size=self._size, device=self._device)
 
-    def _nest(self, tree: Mapping[str, Any], columns: list[Tensor]) -> dict[str, Any]:
-        return {
-            name: columns[sub] if type(sub) is int
-            else self._new(self._nest(sub, columns), batch_size=self._size, device=self._device)
-            for name, sub in tree.items()
-        }
+    def _nest(self, plan: _Plan, columns: list[Tensor]) -> dict[str, Any]:
+        leaves, branches = plan
+        fields: dict[str, Any] = {name: columns[i] for name, i in leaves}
+        for name, branch in branches:
+            fields[name] = self._new(
+                self._nest(branch, columns), batch_size=self._size, device=self._device
+            )
+        return fields
+
+
+def _plan(tree: Mapping[str, Any]) -> _Plan:
+    leaves = [(name, sub) for name, sub in tree.items() if isinstance(sub, int)]
+    branches = [(name, _plan(sub)) for name, sub in tree.items() if not isinstance(sub, int)]
+    return leaves, branches
 
 
 def _unsafe_works() -> bool:

@@ -34,6 +34,7 @@ class Slab:
 
     def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
         self.block = layout.block(rows, device)
+        self.records = layout.records(self.block)
         self.views = BlockViews(layout, self.block)
         self._storage = self.block.untyped_storage()
         self._pointer = self._storage._cdata

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from conduit.errors import CapacityError
-from conduit.schema import RowLayout
+from conduit.schema import BlockViews, Records, RowLayout
 from conduit.tiers.memory import MemoryTier
 
 __all__ = ["Runs", "Shard", "ring_rows"]
@@ -62,19 +62,21 @@ class Runs:
 
     def forget_before(self, index: int) -> None:
         """Drops the runs that end before ``index``."""
+        if self._high - self._low == 1:
+            return
         live = self._starts[self._low : self._high]
         self._low += max(int(np.searchsorted(live, index, side="right")) - 1, 0)
 
     def clear(self) -> None:
         self._low = self._high = 0
 
-    def ordinals(self, indices: Index) -> Index:
-        """Ordinals of live rows at logical ``indices``."""
+    def ordinals(self, indices: Index, *, turned: int = 0) -> Index:
+        """Ordinals of live rows at logical ``indices``, less ``turned``."""
         if self._high - self._low == 1:
-            return indices + self._offsets[self._low]
+            return indices + (self._offsets[self._low] - turned)
         live = slice(self._low, self._high)
         run = np.searchsorted(self._starts[live], indices, side="right") - 1
-        return indices + self._offsets[live][run]
+        return indices + (self._offsets[live][run] - turned)
 
     def __len__(self) -> int:
         return self._high - self._low
@@ -92,6 +94,7 @@ class Shard:
         self.inbox_slot = ring_rows(quota_rows, staging_rows)
         self.inbox = tier.block[self.inbox_slot :]
         self.staged = 0
+        self._columns = BlockViews(layout, tier.block)
         self._runs = Runs()
         self._head = self._base = 0
 
@@ -108,18 +111,17 @@ class Shard:
             )
         start = (self._head + self.staged) % self.inbox_slot
         first = min(rows, self.inbox_slot - start)
-        block = self.tier.block
         if first == rows:
-            self.layout.pack(values, block[start : start + rows])
+            self._columns.write(values, start, start + rows)
         else:
-            self.layout.pack([v[:first] for v in values], block[start : start + first])
-            self.layout.pack([v[first:] for v in values], block[: rows - first])
+            self._columns.write([v[:first] for v in values], start, start + first)
+            self._columns.write([v[first:] for v in values], 0, rows - first)
         self.staged += rows
 
     def outgoing(self, *, first: int, rows: int) -> Tensor:
         """A copy of ``rows`` staged rows from number ``first`` on: uint8 ``[rows, row_bytes]``."""
         out = self.layout.block(rows, self.tier.device)
-        self.tier.gather(self._slots(self._head + first, rows), out)
+        self.tier.gather(self._slots(self._head + first, rows), self.layout.records(out))
         return out
 
     def commit(
@@ -138,7 +140,7 @@ class Shard:
             before = int(counts[: int(own.argmax())].sum()) if kept else 0
             if before and kept:
                 rows = self.layout.block(kept, self.tier.device)
-                self.tier.gather(self._slots(base, kept), rows)
+                self.tier.gather(self._slots(base, kept), self.layout.records(rows))
                 self.tier.write(self._slots(base + before, kept), rows)
             places = np.concatenate([
                 self._slots(base, before),
@@ -150,10 +152,18 @@ class Shard:
         ):
             if count:
                 self._runs.append(start, base + end - count)
-        self._head = base + (int(ends[-1]) if len(ends) else 0)
-        self.staged = 0
+        self._advance(base + (int(ends[-1]) if len(ends) else 0), begin)
+
+    def commit_own(self, *, start: int, dropped: int, begin: int) -> None:
+        """``commit`` where all that was staged stays here: one run at logical ``start``."""
+        if self.staged > dropped:
+            self._runs.append(start, self._head + dropped)
+        self._advance(self._head + self.staged, begin)
+
+    def _advance(self, head: int, begin: int) -> None:
+        self._head, self.staged = head, 0
+        self._base = head // self.inbox_slot * self.inbox_slot
         self._runs.forget_before(begin)
-        self._base = (self._head // self.inbox_slot) * self.inbox_slot
 
     def clear(self) -> None:
         """Forgets all rows, staged ones too."""
@@ -162,15 +172,14 @@ class Shard:
 
     def slots(self, indices: Index) -> Index:
         """Slots of rows held here, by logical index."""
-        slots = self._runs.ordinals(indices)
-        slots -= self._base
+        slots = self._runs.ordinals(indices, turned=self._base)
         # Live rows span less than one turn of the ring, so all that can be needed is one turn back
         # for the negative ones (whose sign, shifted, is a mask of ones).
         slots += (slots >> 63) & self.inbox_slot
         return slots
 
-    def gather(self, slots: Index, out: Tensor) -> None:
-        """Copies the rows at ``slots`` into ``out``, in that order."""
+    def gather(self, slots: Index, out: Records) -> None:
+        """Copies the rows at ``slots`` into the block whose records ``out`` are, in that order."""
         self.tier.gather(slots, out)
 
     def _slots(self, ordinal: int, rows: int) -> Index:

@@ -30,10 +30,13 @@ class Delivery(NamedTuple):
     """One rank's batch: ``index`` are the logical indices of its rows, int64 ``[batch_rows]``.
 
     ``send`` are the logical indices of the rows that this rank sends, in the order of
-    ``transfers.send``. In a world of one both are None: nothing is transferred.
+    ``transfers.send``. In a world of one both are None: nothing is transferred, and ``index`` is
+    row ``row`` of ``block``, the batches that are known as long as nothing is committed.
     """
 
     index: NDArray[np.int64]
+    block: NDArray[np.int64] | None = None
+    row: int = 0
     send: NDArray[np.int64] | None = None
     transfers: Transfers | None = None
 
@@ -65,7 +68,7 @@ class Replay:
         """The next batch, over the rows that the directory now holds (at least one)."""
         self._drafting = True
         if len(self._hosts) == 1:
-            return Delivery(index=self._deal_alone())
+            return self._deal_alone()
         directory = self._directory
         positions = self._draws.positions(self.batch, directory.size)
         self.batch += 1
@@ -82,7 +85,7 @@ class Replay:
             transfers=moves,
         )
 
-    def _deal_alone(self) -> NDArray[np.int64]:
+    def _deal_alone(self) -> Delivery:
         """The next batch in a world of one. While nothing is committed, many are made at once."""
         directory = self._directory
         row = self.batch - self._first
@@ -92,7 +95,7 @@ class Replay:
             self._indices = directory.indices(positions[:count])
             self._first, self._end, row = self.batch, directory.end, 0
         self.batch += 1
-        return self._indices[row]
+        return Delivery(self._indices[row], self._indices, row)
 
     def clear(self) -> None:
         """Forgets the draft, because the rows it names are gone."""
