@@ -43,6 +43,9 @@ from conduit.tiers.shard import Shard, ring_rows
 
 __all__ = ["ExperiencePlane"]
 
+Counts = NDArray[np.int64]
+Index = NDArray[np.int64]
+
 
 class ExperiencePlane:
     """A buffer of the last ``capacity`` rows that the ranks of a job produced.
@@ -163,6 +166,8 @@ class ExperiencePlane:
         self._slabs = SlabPool(self._layout, batch_size, world.device)
         self._batches = BatchMaker(self._layout.tree, rows=batch_size, device=world.device)
         self._outbox = self._layout.block(0, world.device)
+        # The draft, and the slots of its rows.
+        self._drafted: tuple[Delivery | None, tuple[Index, Index] | None] = None, None
         # In a world of one: the batches known ahead, and their rows' slots.
         self._known = self._known_slots = np.empty((0, batch_size), dtype=np.int64)
         self._counters = Counters()
@@ -350,17 +355,26 @@ class ExperiencePlane:
                 cure=f"It failed: {self._failure}" if self._failure else "Make a new one",
             ) from self._failure
 
-    def _talk(
-        self, operation: Operation, value: int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _talk(self, operation: Operation, value: int = 0) -> tuple[Counts, Counts]:
         """One control exchange; a failure is final for the plane."""
+        self._begin(operation, value)
+        return self._finish()
+
+    def _begin(self, operation: Operation, value: int = 0) -> None:
         self._check_open()
         directory = self._directory
         try:
-            return self._control.exchange(
+            self._control.begin(
                 operation, staged=self._shard.staged, value=value, directory_end=directory.end,
                 directory_state=zlib.crc32(directory.held) if self._world.size > 1 else 0,
             )
+        except ConduitError as error:
+            self._failure = error
+            raise
+
+    def _finish(self) -> tuple[Counts, Counts]:
+        try:
+            return self._control.finish()
         except ConduitError as error:
             self._failure = error
             raise
@@ -371,8 +385,13 @@ class ExperiencePlane:
             if self._shard.staged:
                 self._commit_alone(self._shard.staged)
             return
-        staged, _ = self._talk(operation)
-        if staged.any():
+        self._begin(operation)
+        # While the other ranks' records are on their way: the draft of the next batch, which is
+        # the batch itself if nothing was staged anywhere.
+        draft = self._replay.draft()
+        self._drafted = draft, self._slots(draft) if draft is not None else None
+        staged, _ = self._finish()
+        if np.count_nonzero(staged):
             try:
                 self._commit(staged)
             except ConduitError as error:
@@ -382,7 +401,6 @@ class ExperiencePlane:
     def _commit_alone(self, staged: int) -> None:
         """``_commit`` in a world of one, without the arithmetic over ranks."""
         directory, counters = self._directory, self._counters
-        self._replay.before_commit()
         skipped = directory.append_alone(staged)
         self._shard.commit_own(
             start=directory.end - staged + skipped, dropped=skipped, begin=directory.begin
@@ -391,10 +409,9 @@ class ExperiencePlane:
         counters.rows_committed += staged
         counters.rows_skipped += skipped
 
-    def _commit(self, staged: NDArray[np.int64]) -> None:
+    def _commit(self, staged: Counts) -> None:
         world, directory, shard = self._world, self._directory, self._shard
         plan = plan_commit(staged, directory, self._quotas)
-        self._replay.before_commit()
         occupied = directory.held + plan.dropped + plan.arriving
         if (occupied > self._quotas + self._staging_rows).any():
             self._talk(Operation.FENCE)
@@ -441,29 +458,40 @@ class ExperiencePlane:
         self._counters.rows_delivered += len(index)
         return self._batches.make(slab.views.fresh(), index, loss_scale=1.0)
 
-    def _receive(self, delivery: Delivery) -> NDArray[np.int64]:
-        """Exchanges the rows of a delivery; returns the slots of this rank's rows, in order."""
+    def _slots(self, delivery: Delivery) -> tuple[Index, Index]:
+        """Slots of the rows of a delivery in order, those received in the inbox, and of the rows
+        that this rank sends."""
         shard, moves = self._shard, delivery.transfers
         assert moves is not None and delivery.send is not None
         incoming = len(moves.receive)
+        if incoming == 0:
+            slots = shard.slots(delivery.index)
+        else:
+            own = np.ones(len(delivery.index), dtype=np.bool_)
+            own[moves.receive] = False
+            slots = np.empty(len(delivery.index), dtype=np.int64)
+            slots[own] = shard.slots(delivery.index[own])
+            slots[moves.receive] = np.arange(shard.inbox_slot, shard.inbox_slot + incoming)
+        return slots, shard.slots(delivery.send) if len(delivery.send) else delivery.send
+
+    def _receive(self, delivery: Delivery) -> Index:
+        """Exchanges the rows of a delivery; returns the slots of this rank's rows, in order."""
+        shard, moves = self._shard, delivery.transfers
+        assert moves is not None
+        drafted, known = self._drafted
+        slots, send = known if known is not None and drafted is delivery else self._slots(delivery)
         if moves.moved:
-            if len(self._outbox) < len(moves.send):
-                self._outbox = self._layout.block(2 * len(moves.send), self._world.device)
-            outbox = self._outbox[: len(moves.send)]
-            if len(moves.send):
-                shard.gather(shard.slots(delivery.send), self._layout.records(outbox))
+            if len(self._outbox) < len(send):
+                self._outbox = self._layout.block(2 * len(send), self._world.device)
+            outbox = self._outbox[: len(send)]
+            if len(send):
+                shard.gather(send, self._layout.records(outbox))
+            incoming = len(moves.receive)
             self._exchange(
                 outbox, moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
                 what="exchanging the rows of a batch",
             )
-        if incoming == 0:
-            return shard.slots(delivery.index)
-        own = np.ones(len(delivery.index), dtype=np.bool_)
-        own[moves.receive] = False
-        slots = np.empty(len(delivery.index), dtype=np.int64)
-        slots[own] = shard.slots(delivery.index[own])
-        slots[moves.receive] = shard.inbox_slot + np.arange(incoming)
-        self._counters.rows_received += incoming
+            self._counters.rows_received += incoming
         return slots
 
     def _free(self) -> None:

@@ -23,7 +23,9 @@ from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import World
 from conduit.errors import DesyncError, WorldError
 
-__all__ = ["Control", "Operation"]
+__all__ = ["FINGERPRINT", "Control", "Operation"]
+
+Counts = NDArray[np.int64]
 
 FORMAT = 1
 """Changes whenever the meaning of the record does: ranks of different versions must not mix."""
@@ -47,13 +49,10 @@ FINGERPRINT = (
 )
 """Configuration that must be equal on all ranks."""
 
-AGREED = ("format", "operation", "number", *FINGERPRINT, "directory_end", "directory_state")
-BROUGHT = ("staged", "failed", "value")
-FIELDS = AGREED + BROUGHT
-_AT = {name: i for i, name in enumerate(FIELDS)}
-_OPERATION, _NUMBER = _AT["operation"], _AT["number"]
-_END, _STATE = _AT["directory_end"], _AT["directory_state"]
-_STAGED, _FAILED, _VALUE = (_AT[name] for name in BROUGHT)
+AGREED = ("format", *FINGERPRINT, "operation", "number", "directory_end", "directory_state")
+FIELDS = (*AGREED, "staged", "failed", "value")
+_OPERATION, _NUMBER = FIELDS.index("operation"), FIELDS.index("number")
+_STAGED, _FAILED, _VALUE = range(len(AGREED), len(FIELDS))
 
 
 class Control:
@@ -65,41 +64,64 @@ class Control:
         record = torch.zeros(world.size, len(FIELDS), dtype=torch.int64)
         self._sent, self._received = record, torch.zeros_like(record)
         self._out, self._in = record.numpy(), self._received.numpy()
-        self._out[:, _AT["format"]] = FORMAT
-        for name in FINGERPRINT:
-            self._out[:, _AT[name]] = fingerprint[name]
+        self._out[:, :_OPERATION] = (FORMAT, *(fingerprint[name] for name in FINGERPRINT))
 
     def exchange(
         self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
         directory_end: int = 0, directory_state: int = 0,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[Counts, Counts]:
+        """``begin`` and ``finish`` in one."""
+        self.begin(
+            operation, staged=staged, value=value, failed=failed, directory_end=directory_end,
+            directory_state=directory_state,
+        )
+        return self.finish()
+
+    def begin(
+        self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
+        directory_end: int = 0, directory_state: int = 0,
+    ) -> None:
+        """Sends this rank's record; what needs no answer can be done before ``finish``."""
+        self.number += 1
+        self._operation = operation
+        out = self._out
+        out[:, _OPERATION:] = (
+            operation, self.number, directory_end, directory_state, staged, failed, value
+        )
+        if self._world.size > 1:
+            try:
+                self._work = dist.all_to_all_single(
+                    self._received, self._sent, group=self._world.control, async_op=True
+                )
+            except RuntimeError as error:
+                raise_missing(self._world, self._call(), error)
+
+    def finish(self) -> tuple[Counts, Counts]:
         """All ranks' ``staged`` and ``value``, int64 ``[ranks]`` each.
 
         Raises DesyncError when ranks differ in anything they must agree on, TimeoutError or
         WorldError when one does not come, WorldError when one says that it ``failed``.
         """
-        self.number += 1
-        out = self._out
-        out[:, _OPERATION], out[:, _NUMBER] = operation, self.number
-        out[:, _END], out[:, _STATE] = directory_end, directory_state
-        out[:, _STAGED], out[:, _VALUE], out[:, _FAILED] = staged, value, failed
         if self._world.size == 1:
-            return out[:, _STAGED].copy(), out[:, _VALUE].copy()
+            return self._out[:, _STAGED].copy(), self._out[:, _VALUE].copy()
         try:
-            dist.all_to_all_single(self._received, self._sent, group=self._world.control)
+            self._work.wait()
         except RuntimeError as error:
-            raise_missing(self._world, f"{operation.name.lower()} (call {self.number})", error)
+            raise_missing(self._world, self._call(), error)
         got = self._in
-        agreed = got[:, : len(AGREED)]
-        if got[:, _FAILED].any():
+        if np.count_nonzero(got[:, _FAILED]):
             who = np.flatnonzero(got[:, _FAILED]).tolist()
             raise WorldError(
-                f"{_ranks(who)} failed before {operation.name.lower()} (call {self.number})",
-                rank=self._world.rank, cure="See the error raised there",
+                f"{_ranks(who)} failed before {self._call()}", rank=self._world.rank,
+                cure="See the error raised there",
             )
-        if (agreed != agreed[0]).any():
+        agreed = got[:, :_STAGED]
+        if np.count_nonzero(agreed != agreed[0]):
             self._refuse(agreed)
         return got[:, _STAGED].copy(), got[:, _VALUE].copy()
+
+    def _call(self) -> str:
+        return f"{self._operation.name.lower()} (call {self.number})"
 
     def _refuse(self, agreed: NDArray[np.int64]) -> NoReturn:
         rank = self._world.rank

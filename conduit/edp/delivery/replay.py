@@ -41,6 +41,14 @@ class Delivery(NamedTuple):
     transfers: Transfers | None = None
 
 
+class _Draft(NamedTuple):
+    positions: NDArray[np.int64]
+    learners: Ranks
+    end: int
+    indices: NDArray[np.int64]
+    delivery: Delivery
+
+
 class Replay:
     """Deals the batches of one plane. ``batch`` numbers the next one."""
 
@@ -51,37 +59,57 @@ class Replay:
         self._directory, self._draws, self._routing = directory, draws, routing
         self._rank, self._hosts, self._batch_rows = rank, hosts, batch_rows
         self._drafting = False
-        self._draft: tuple[NDArray[np.int64], Ranks] | None = None
+        self._draft: _Draft | None = None
         self._indices = np.empty((0, batch_rows), dtype=np.int64)
         self._first, self._end = 0, -1
         self.batch = 0
         self.late_rows = 0
 
-    def before_commit(self) -> None:
-        """To be called before the directory changes: routes the draft, if there is one to route."""
+    def draft(self) -> Delivery | None:
+        """Drafts the next batch, if one was delivered before; to be called before a commit.
+
+        The draft is what ``deal`` will return if nothing is committed.
+        """
         if self._drafting and len(self._hosts) > 1:
-            positions = self._draws.positions(self.batch, self._directory.size)
-            self._draft = self._directory.indices(positions), self._route(positions)
+            directory = self._directory
+            positions = self._draws.positions(self.batch, directory.size)
+            holders = directory.holders(positions)
+            learners = route(self._routing, holders, self._hosts, self._batch_rows)
+            self._draft = _Draft(
+                positions, learners, directory.end, directory.indices(positions),
+                self._delivery(positions, learners, holders),
+            )
         self._drafting = False
+        return self._draft.delivery if self._draft is not None else None
 
     def deal(self) -> Delivery:
         """The next batch, over the rows that the directory now holds (at least one)."""
         self._drafting = True
         if len(self._hosts) == 1:
             return self._deal_alone()
-        directory = self._directory
+        directory, draft = self._directory, self._draft
+        self._draft = None
+        if draft is not None and draft.end == directory.end:
+            self.batch += 1
+            return draft.delivery
         positions = self._draws.positions(self.batch, directory.size)
         self.batch += 1
-        if self._draft is None:
-            learners = self._route(positions)
+        holders = directory.holders(positions)
+        if draft is None:
+            learners = route(self._routing, holders, self._hosts, self._batch_rows)
         else:
-            drafted, learners = self._draft
-            self.late_rows += int(np.count_nonzero(drafted != directory.indices(positions)))
-            self._draft = None
-        moves = transfers(learners, directory.holders(positions), self._rank, len(self._hosts))
+            learners = draft.learners
+            late = np.count_nonzero(draft.indices != directory.indices(positions))
+            self.late_rows += int(late)
+        return self._delivery(positions, learners, holders)
+
+    def _delivery(
+        self, positions: NDArray[np.int64], learners: Ranks, holders: Ranks
+    ) -> Delivery:
+        moves = transfers(learners, holders, self._rank, len(self._hosts))
         return Delivery(
-            index=directory.indices(positions[moves.mine]),
-            send=directory.indices(positions[moves.send]),
+            index=self._directory.indices(positions[moves.mine]),
+            send=self._directory.indices(positions[moves.send]),
             transfers=moves,
         )
 
@@ -100,7 +128,3 @@ class Replay:
     def clear(self) -> None:
         """Forgets the draft, because the rows it names are gone."""
         self._drafting, self._draft = False, None
-
-    def _route(self, positions: NDArray[np.int64]) -> Ranks:
-        holders = self._directory.holders(positions)
-        return route(self._routing, holders, self._hosts, self._batch_rows)

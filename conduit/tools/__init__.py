@@ -1,0 +1,1 @@
+"""The command line: benchmarks beside their floors and peers, as text and as JSON."""

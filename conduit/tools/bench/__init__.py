@@ -1,0 +1,1 @@
+"""Benchmarks: each part beside its floor, and beside peers where they are installed."""

@@ -1,0 +1,266 @@
+"""``bench sample``: local sample and extend of a plane in a world of one.
+
+Every contender holds the same number of the same rows, is full and has wrapped, and uses one
+thread. *Sample* is a whole ``plane.sample()``: draws, gather, batch. *Extend* is ``plane.extend()``
+of one chunk and the ``flush()`` that commits it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from conduit.plane import ExperiencePlane
+from conduit.tiers.memory import available_bytes
+from conduit.tools.arguments import UsageError, at_least, comma_list
+from conduit.tools.bench.floor import Floor, packed
+from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerUnavailable, chosen_peers
+from conduit.tools.bench.timing import Call, Series, interleaved
+from conduit.tools.command import Command
+from conduit.tools.environment import Environment
+from conduit.tools.job import Job, work_alone
+from conduit.tools.output import Column, Reporter
+from conduit.tools.schemas import NamedSchema, named_schema, random_rows
+
+__all__ = ["COMMAND"]
+
+CHUNK_ROWS = (64, 1_024)
+_POOL_CHUNKS = 4
+_SEED = 0
+
+COLUMNS = (
+    Column(key="operation"), Column(key="batch", form=",", title="rows"),
+    Column(key="us", form=",.1f"), Column(key="us_p99", form=",.1f"),
+    Column(key="floor_us", form=",.1f"), Column(key="vs_floor", form=".2f"),
+    Column(key="peer"), Column(key="peer_us", form=",.1f"), Column(key="vs_peer", form=".3f"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What was asked for."""
+
+    schema: NamedSchema
+    rows: int
+    batches: tuple[int, ...]
+    sampler: str
+    peers: dict[str, bool]
+    rounds: int
+    round_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the results; ``batch`` is the length of the chunk where rows are extended."""
+
+    schema: str
+    sampler: str
+    batch: int
+    operation: str
+    us: float
+    floor_us: float
+    vs_floor: float
+    peer: str | None
+    peer_us: float | None
+    vs_peer: float | None
+    us_mean: float
+    us_p99: float
+    floor_us_mean: float
+    peer_us_mean: float | None
+    peer_version: str | None
+    rows: int
+    row_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schema", required=True, metavar="S",
+                        help="mujoco, atari, or a file with the JSON of Schema.description")
+    parser.add_argument("--rows", type=at_least(1), metavar="N",
+                        help="rows in the buffer; by default what is usual for the schema")
+    parser.add_argument("--batch", type=comma_list(at_least(1)), default=[256], metavar="B",
+                        help="rows of a sample, or several such numbers with commas between them")
+    parser.add_argument("--sampler", choices=("uniform",), default="uniform",
+                        help="how rows are drawn")
+    parser.add_argument("--peer", default="auto", metavar="P",
+                        help=f"with commas between them, of {', '.join(LOCAL_PEERS)}; auto is all "
+                        "that are installed, none is none")
+    parser.add_argument("--rounds", type=at_least(1), default=30,
+                        help="how often the contenders take turns")
+    parser.add_argument("--round-ms", type=at_least(1), default=10, metavar="MS",
+                        help="about how long a turn is")
+
+
+def run(args: argparse.Namespace, report: Reporter) -> int:
+    """Measures on the first rank; the others have nothing to do."""
+    options = _options(args)
+    if not work_alone():
+        return 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peers, notes = _usable_peers(options)
+        _check_memory(options, len(peers))
+        report.begin(Environment.here(world=1, hosts=1, backend="none", device="cpu"), [
+            f"{options.schema.text}; {options.rows:,} rows "
+            f"({options.rows * options.schema.layout.row_bytes / 1e9:.2f} GB), full and wrapped",
+            "us: median of the medians of "
+            f"{options.rounds} rounds; vs: median ratio within rounds, below 1 is faster",
+            "floor: one index_select into a block that is there already (sample), one copy_ "
+            "(extend) of the same packed rows",
+            "sample: batches are strided views on packed rows; extend: with the commit",
+            *notes,
+        ])
+        results = []
+        for i, batch in enumerate(options.batches):
+            results += _measure(options, batch, peers, CHUNK_ROWS if i == 0 else (), report)
+        report.finish([asdict(row) for row in results], COLUMNS)
+    finally:
+        torch.set_num_threads(threads)
+        Job.leave()
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    schema = named_schema(args.schema)
+    return Options(
+        schema=schema, rows=args.rows or schema.default_rows, batches=tuple(args.batch),
+        sampler=args.sampler, peers=chosen_peers(args.peer), rounds=args.rounds,
+        round_ms=args.round_ms,
+    )
+
+
+def _usable_peers(options: Options) -> tuple[list[str], list[str]]:
+    """The peers that can hold the schema, and lines on them for the header."""
+    usable, notes = [], []
+    for name, asked_for in options.peers.items():
+        try:
+            peer = LOCAL_PEERS[name](options.schema.schema, rows=1, batch=1)
+        except (PeerUnavailable, ImportError) as error:
+            if asked_for:
+                raise UsageError(f"peer {name!r} cannot be measured: {error}; leave it out of "
+                                 "--peer") from error
+            notes.append(f"peer {name} left out: {error}")
+        else:
+            usable.append(name)
+            notes.append(f"peer {name} {peer.version}")
+    return usable, notes or ["no peers"]
+
+
+def _check_memory(options: Options, peers: int) -> None:
+    """Refuses what does not fit: the plane with its staging, the floor, peers, the rows to extend.
+    """
+    buffers = options.rows * (2 + peers) + max(options.rows // 4, 2_048)
+    pool = 3 * _POOL_CHUNKS * sum(CHUNK_ROWS)
+    needed = (buffers + pool) * options.schema.layout.row_bytes
+    available = available_bytes(torch.device("cpu"))
+    if needed > 0.9 * available:
+        fitting = int(0.9 * available / options.schema.layout.row_bytes - pool) // (3 + peers)
+        raise UsageError(
+            f"{options.rows:,} rows take {needed / 1e9:.1f} GB in {2 + peers} buffers and "
+            f"{available / 1e9:.1f} GB are available: give --rows {max(fitting, 1)} or less"
+        )
+
+
+def _measure(
+    options: Options, batch: int, names: Sequence[str], chunk_rows: Sequence[int],
+    report: Reporter,
+) -> list[Row]:
+    """Fills every contender, then lets them take turns."""
+    schema, rows = options.schema, options.rows
+    report.progress(f"batch {batch}: filling {rows:,} rows")
+    pool = [random_rows(schema.schema, max(CHUNK_ROWS), seed=_SEED + i)
+            for i in range(_POOL_CHUNKS)]
+    blocks = [packed(schema.layout, chunk) for chunk in pool]
+    peers = {name: LOCAL_PEERS[name](schema.schema, rows=rows, batch=batch) for name in names}
+    floor = Floor(rows=rows, blocks=blocks)
+    with ExperiencePlane(
+        schema.schema, capacity=rows, batch_size=batch, seed=_SEED, name="bench sample"
+    ) as plane:
+        _fill(plane, peers, pool, rows)
+        versions = {name: peer.version for name, peer in peers.items()}
+        results = _rows(options, batch, "sample", versions, _race(
+            options, f"sample {batch}", report,
+            {"conduit": plane.sample, "floor": floor.gather(batch, seed=_SEED),
+             **{name: peer.sample for name, peer in peers.items()}},
+        ))
+        for count in chunk_rows:
+            chunks = [chunk[:count].clone() for chunk in pool]
+            results += _rows(options, count, "extend", versions, _race(
+                options, f"extend {count}", report,
+                {"conduit": _extend_and_commit(plane, chunks),
+                 "floor": floor.write([block[:count].clone() for block in blocks]),
+                 **{name: _extend(peer, chunks) for name, peer in peers.items()}},
+            ))
+    return results
+
+
+def _fill(
+    plane: ExperiencePlane, peers: dict[str, LocalPeer], pool: Sequence[TensorDict], rows: int
+) -> None:
+    """A third more rows than fit, so that the oldest row is in the middle of the memory."""
+    chunks = -(-rows * 4 // (3 * len(pool[0])))
+    converted = {name: [peer.converted(chunk) for chunk in pool] for name, peer in peers.items()}
+    for i in range(chunks):
+        plane.extend(pool[i % len(pool)])
+        plane.flush()
+        for name, peer in peers.items():
+            peer.extend(converted[name][i % len(pool)])
+
+
+def _race(
+    options: Options, what: str, report: Reporter, contenders: dict[str, Call]
+) -> dict[str, Series]:
+    return interleaved(contenders, rounds=options.rounds, round_ms=options.round_ms,
+                       progress=report.progress, what=what)
+
+
+def _extend_and_commit(plane: ExperiencePlane, chunks: Sequence[TensorDict]) -> Call:
+    turn = cycle(chunks)
+
+    def call() -> None:
+        plane.extend(next(turn))
+        plane.flush()
+
+    return call
+
+
+def _extend(peer: LocalPeer, chunks: Sequence[TensorDict]) -> Call:
+    turn = cycle([peer.converted(chunk) for chunk in chunks])
+    return lambda: peer.extend(next(turn))
+
+
+def _rows(
+    options: Options, batch: int, operation: str, versions: dict[str, str],
+    series: dict[str, Series],
+) -> list[Row]:
+    """One row for each peer, or one without a peer."""
+    ours, floor = series["conduit"], series["floor"]
+    results = []
+    for name in versions or {None: ""}:
+        theirs = series[name] if name else None
+        results.append(Row(
+            schema=options.schema.name, sampler=options.sampler, batch=batch,
+            operation=operation, us=round(ours.us, 3), floor_us=round(floor.us, 3),
+            vs_floor=round(ours.over(floor), 4), peer=name,
+            peer_us=round(theirs.us, 3) if theirs else None,
+            vs_peer=round(ours.over(theirs), 4) if theirs else None,
+            us_mean=round(ours.mean_us, 3), us_p99=round(ours.p99_us, 3),
+            floor_us_mean=round(floor.mean_us, 3),
+            peer_us_mean=round(theirs.mean_us, 3) if theirs else None,
+            peer_version=versions[name] if name else None,
+            rows=options.rows, row_bytes=options.schema.layout.row_bytes,
+        ))
+    return results
+
+
+COMMAND = Command(
+    words=("bench", "sample"),
+    help="local sample and extend latency beside the floor and installed peers, in one process",
+    add_arguments=add_arguments, run=run,
+)
