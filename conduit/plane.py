@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 import zlib
 from datetime import timedelta
@@ -15,36 +13,29 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from tensordict import TensorDict
-from torch import Tensor
 
 from conduit.collectives.control import FINGERPRINT, Control, Operation
 from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
-from conduit.edp.delivery import Delivery, Replay
+from conduit.configuration import Configuration, chosen_device
+from conduit.edp.delivery import Replay
 from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
-from conduit.edp.ingestion import Commit, Ingestion, plan_commit
-from conduit.edp.placement import Balanced, Placement, checked_quotas
-from conduit.edp.routing import ROUTINGS
-from conduit.errors import (
-    CapacityError,
-    ConduitError,
-    DesyncError,
-    EmptyError,
-    SchemaError,
-    WorldError,
-)
+from conduit.edp.ingestion import Ingestion
+from conduit.edp.placement import Placement
+from conduit.errors import ConduitError, DesyncError, EmptyError, SchemaError, WorldError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
+from conduit.sched.commits import Commits
+from conduit.sched.deliveries import Deliveries
 from conduit.sched.slabs import SlabPool
-from conduit.schema import RowLayout, Rows, Schema
+from conduit.schema import Rows, Schema
 from conduit.tiers.memory import MemoryTier
 from conduit.tiers.shard import Shard, ring_rows
 
 __all__ = ["ExperiencePlane"]
 
 Counts = NDArray[np.int64]
-Index = NDArray[np.int64]
 
 
 class ExperiencePlane:
@@ -100,55 +91,24 @@ class ExperiencePlane:
     ) -> None:
         self._failure: ConduitError | None = None
         self._closed = False
-        self._world = World.join(device=_device(device), timeout=timeout, group=group)
-        world = self._world
+        world = World.join(device=chosen_device(device), timeout=timeout, group=group)
+        self._world = world
         fingerprint = dict.fromkeys(FINGERPRINT, 0)
         problem: ConduitError | None = None
         # A rank whose arguments are bad still takes part in the first exchange, so that the others
         # learn of it there instead of waiting for it.
         try:
-            if routing not in ROUTINGS:
-                raise WorldError("unknown routing", rank=world.rank, got=repr(routing),
-                                 expected=" or ".join(map(repr, ROUTINGS)))
-            for argument, value, least in (("batch_size", batch_size, 1), ("min_size", min_size, 0),
-                                           ("max_staleness", max_staleness, 0)):
-                if not isinstance(value, int) or value < least:
-                    raise WorldError(f"{argument} is out of range", rank=world.rank,
-                                     expected=f"an integer of at least {least}", got=repr(value))
-            self._schema = _schema(example)
-            self._layout = RowLayout(self._schema)
-            self._capacity = _rows(capacity, self._layout.row_bytes)
-            if min_size > self._capacity:
-                raise CapacityError("min_size can never be reached", rank=world.rank,
-                                    expected=f"at most {self._capacity} rows", got=min_size)
-            self._quotas = checked_quotas(
-                placement or Balanced(), capacity=self._capacity, ranks=world.size
+            configuration = Configuration.checked(
+                example, ranks=world.size, rank=world.rank, capacity=capacity,
+                batch_size=batch_size, ingestion=ingestion, placement=placement, routing=routing,
+                max_staleness=max_staleness, min_size=min_size, seed=seed, name=name,
             )
-            self._staging_rows = (ingestion or Ingestion()).rows(
-                capacity=self._capacity, ranks=world.size
-            )
-            fingerprint = {
-                "batch_size": batch_size, "capacity": self._capacity, "schema": self._schema.hash,
-                "seed": _hash(seed), "routing": ROUTINGS.index(routing),
-                "max_staleness": max_staleness, "min_size": min_size,
-                "placement": _hash(self._quotas.tolist()), "staging": self._staging_rows,
-                "name": _hash(name),
-            }
-            quota = int(self._quotas[world.rank])
-            tier = MemoryTier(
-                self._layout,
-                rows=ring_rows(quota, self._staging_rows) + (batch_size if world.size > 1 else 0),
-                device=world.device, sharers=world.host_ranks,
-            )
-            self._shard = Shard(
-                self._layout, tier, quota_rows=quota, staging_rows=self._staging_rows
-            )
-            self._directory = Directory(capacity=self._capacity, ranks=world.size)
+            self._configuration, self._layout = configuration, configuration.layout
+            fingerprint = configuration.fingerprint()
+            self._shard = _shard(configuration, world)
+            self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
         except ConduitError as error:
             problem = error
-        self.name = name
-        self.batch_size, self.min_size = batch_size, min_size
-        self._routing = routing
         self._control = Control(world, fingerprint)
         try:
             self._agree_to_begin(problem)
@@ -156,21 +116,27 @@ class ExperiencePlane:
             self._failure = error
             world.close()
             raise
-        self._exchange = RowExchange(world, self._layout.row_bytes)
-        draws = UniformDraws(seed=seed, name=name, global_rows=batch_size * world.size,
-                             capacity=self._capacity)
-        self._replay = Replay(
-            directory=self._directory, draws=draws, routing=routing, rank=world.rank,
-            hosts=world.hosts, batch_rows=batch_size,
-        )
-        self._slabs = SlabPool(self._layout, batch_size, world.device)
-        self._batches = BatchMaker(self._layout.tree, rows=batch_size, device=world.device)
-        self._outbox = self._layout.block(0, world.device)
-        # The draft, and the slots of its rows.
-        self._drafted: tuple[Delivery | None, tuple[Index, Index] | None] = None, None
-        # In a world of one: the batches known ahead, and their rows' slots.
-        self._known = self._known_slots = np.empty((0, batch_size), dtype=np.int64)
         self._counters = Counters()
+        self._exchange = RowExchange(world, self._layout.row_bytes)
+        self._slabs = SlabPool(self._layout, batch_size, world.device)
+        self._replay = Replay(
+            directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
+            batch_rows=batch_size,
+            draws=UniformDraws(
+                seed=seed, name=name, global_rows=batch_size * world.size,
+                capacity=configuration.capacity,
+            ),
+        )
+        self._commits = Commits(
+            directory=self._directory, shard=self._shard, exchange=self._exchange,
+            quotas=configuration.quotas, rank=world.rank, counters=self._counters,
+            fence=self._fence,
+        )
+        self._deliveries = Deliveries(
+            replay=self._replay, shard=self._shard, exchange=self._exchange, slabs=self._slabs,
+            batches=BatchMaker(self._layout.tree, rows=batch_size, device=world.device),
+            counters=self._counters, device=world.device,
+        )
 
     # ---------------------------------------------------------------- local calls
 
@@ -197,12 +163,27 @@ class ExperiencePlane:
     @property
     def schema(self) -> Schema:
         """Names, dtypes and shapes of a row's fields."""
-        return self._schema
+        return self._layout.schema
 
     @property
     def capacity(self) -> int:
         """Rows that the whole buffer holds at most."""
-        return self._capacity
+        return self._configuration.capacity
+
+    @property
+    def name(self) -> str:
+        """What tells this plane from others."""
+        return self._configuration.name
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that each rank gets from one ``sample``."""
+        return self._configuration.batch_size
+
+    @property
+    def min_size(self) -> int:
+        """Rows below which ``sample`` returns None."""
+        return self._configuration.min_size
 
     @property
     def rank(self) -> int:
@@ -219,8 +200,8 @@ class ExperiencePlane:
         counters, world, exchange = self._counters, self._world, self._exchange
         return Report(
             name=self.name, rank=world.rank, ranks=world.size,
-            hosts=len(np.unique(world.hosts)), device=str(world.device), routing=self._routing,
-            rows=self._directory.size, capacity=self._capacity,
+            hosts=len(np.unique(world.hosts)), device=str(world.device),
+            routing=self._configuration.routing, rows=self._directory.size, capacity=self.capacity,
             row_bytes=self._layout.row_bytes,
             shard_rows=int(self._directory.held[world.rank]),
             shard_bytes=self._shard.tier.nbytes, directory_bytes=self._directory.nbytes,
@@ -257,7 +238,11 @@ class ExperiencePlane:
             )
         batch = None
         if size >= max(self.min_size, 1):
-            batch = self._deliver()
+            try:
+                batch = self._deliveries.deliver()
+            except ConduitError as error:
+                self._failure = error
+                raise
             if contiguous:
                 batch = batch.clone()
         self._counters.blocked_ns += time.perf_counter_ns() - begun
@@ -331,8 +316,8 @@ class ExperiencePlane:
 
     def _refuse_schemas(self, error: DesyncError) -> NoReturn:
         """Says in which fields the ranks' schemas differ. All ranks came here together."""
-        texts = self._control.gather_text(self._schema.description)
-        mine = self._schema.field_texts
+        texts = self._control.gather_text(self.schema.description)
+        mine = self.schema.field_texts
         for peer, text in enumerate(texts):
             theirs = Schema.from_description(text).field_texts
             for key in sorted(mine.keys() | theirs.keys()):
@@ -366,7 +351,7 @@ class ExperiencePlane:
         try:
             self._control.begin(
                 operation, staged=self._shard.staged, value=value, directory_end=directory.end,
-                directory_state=zlib.crc32(directory.held) if self._world.size > 1 else 0,
+                directory_state=zlib.crc32(directory.held.data) if self._world.size > 1 else 0,
             )
         except ConduitError as error:
             self._failure = error
@@ -379,120 +364,27 @@ class ExperiencePlane:
             self._failure = error
             raise
 
+    def _fence(self) -> None:
+        self._talk(Operation.FENCE)
+
     def _synchronise(self, operation: Operation) -> None:
+        """Commits what all ranks staged."""
         if self._world.size == 1:
             self._check_open()
             if self._shard.staged:
-                self._commit_alone(self._shard.staged)
+                self._commits.commit_alone()
             return
         self._begin(operation)
         # While the other ranks' records are on their way: the draft of the next batch, which is
         # the batch itself if nothing was staged anywhere.
-        draft = self._replay.draft()
-        self._drafted = draft, self._slots(draft) if draft is not None else None
+        self._deliveries.draft()
         staged, _ = self._finish()
         if np.count_nonzero(staged):
             try:
-                self._commit(staged)
+                self._commits.commit(staged)
             except ConduitError as error:
                 self._failure = error
                 raise
-
-    def _commit_alone(self, staged: int) -> None:
-        """``_commit`` in a world of one, without the arithmetic over ranks."""
-        directory, counters = self._directory, self._counters
-        skipped = directory.append_alone(staged)
-        self._shard.commit_own(
-            start=directory.end - staged + skipped, dropped=skipped, begin=directory.begin
-        )
-        counters.commits += 1
-        counters.rows_committed += staged
-        counters.rows_skipped += skipped
-
-    def _commit(self, staged: Counts) -> None:
-        world, directory, shard = self._world, self._directory, self._shard
-        plan = plan_commit(staged, directory, self._quotas)
-        occupied = directory.held + plan.dropped + plan.arriving
-        if (occupied > self._quotas + self._staging_rows).any():
-            self._talk(Operation.FENCE)
-            self._counters.fences += 1
-        received = self._send_home(plan) if plan.moves else None
-        starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
-        directory.append(
-            plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
-            arriving=plan.arriving,
-        )
-        here = plan.holders == world.rank
-        shard.commit(
-            starts=starts[here], counts=plan.counts[here], own=plan.sources[here] == world.rank,
-            received=received, dropped=int(plan.dropped[world.rank]), begin=directory.begin,
-        )
-        self._counters.commits += 1
-        self._counters.rows_committed += int(staged.sum())
-        self._counters.rows_skipped += plan.skipped
-
-    def _send_home(self, plan: Commit) -> Tensor:
-        """Sends rows beyond this rank's quota to their holders; returns those that came here."""
-        rank = self._world.rank
-        counts, out_counts = plan.sent_by(rank), plan.received_by(rank)
-        outgoing = int(counts.sum())
-        first = int(plan.dropped[rank] + plan.kept_by(rank))
-        rows = self._shard.outgoing(first=first, rows=outgoing)
-        received = self._layout.block(int(out_counts.sum()), self._world.device)
-        self._exchange(rows, counts, received, out_counts, what="sending rows home")
-        self._counters.rows_sent_home += outgoing
-        return received
-
-    def _deliver(self) -> TensorDict:
-        delivery = self._replay.deal()
-        shard, index = self._shard, delivery.index
-        if delivery.block is None:
-            slots = self._receive(delivery)
-        else:
-            if delivery.block is not self._known:
-                self._known, self._known_slots = delivery.block, shard.slots(delivery.block)
-            slots = self._known_slots[delivery.row]
-        slab = self._slabs.take()
-        shard.gather(slots, slab.records)
-        self._counters.samples += 1
-        self._counters.rows_delivered += len(index)
-        return self._batches.make(slab.views.fresh(), index, loss_scale=1.0)
-
-    def _slots(self, delivery: Delivery) -> tuple[Index, Index]:
-        """Slots of the rows of a delivery in order, those received in the inbox, and of the rows
-        that this rank sends."""
-        shard, moves = self._shard, delivery.transfers
-        assert moves is not None and delivery.send is not None
-        incoming = len(moves.receive)
-        if incoming == 0:
-            slots = shard.slots(delivery.index)
-        else:
-            own = np.ones(len(delivery.index), dtype=np.bool_)
-            own[moves.receive] = False
-            slots = np.empty(len(delivery.index), dtype=np.int64)
-            slots[own] = shard.slots(delivery.index[own])
-            slots[moves.receive] = np.arange(shard.inbox_slot, shard.inbox_slot + incoming)
-        return slots, shard.slots(delivery.send) if len(delivery.send) else delivery.send
-
-    def _receive(self, delivery: Delivery) -> Index:
-        """Exchanges the rows of a delivery; returns the slots of this rank's rows, in order."""
-        shard, moves = self._shard, delivery.transfers
-        assert moves is not None
-        drafted, known = self._drafted
-        slots, send = known if known is not None and drafted is delivery else self._slots(delivery)
-        if moves.moved:
-            if len(self._outbox) < len(send):
-                self._outbox = self._layout.block(2 * len(send), self._world.device)
-            outbox = self._outbox[: len(send)]
-            if len(send):
-                shard.gather(send, self._layout.records(outbox))
-            incoming = len(moves.receive)
-            self._exchange(
-                outbox, moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
-                what="exchanging the rows of a batch",
-            )
-            self._counters.rows_received += incoming
-        return slots
 
     def _free(self) -> None:
         self._closed = True
@@ -501,38 +393,14 @@ class ExperiencePlane:
         self._world.close()
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    chosen = torch.device(device if device is not None else "cpu")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda"):
-        raise WorldError("rows cannot lie on this device", expected="cpu or cuda", got=chosen)
-    return chosen
-
-
-def _schema(example: Rows | Schema) -> Schema:
-    return example if isinstance(example, Schema) else Schema.from_example(example)
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-          "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def _rows(capacity: int | str, row_bytes: int) -> int:
-    """``capacity`` in rows: an integer is rows, a string such as "64GB" or "512MiB" bytes."""
-    rows = capacity
-    if isinstance(capacity, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", capacity.upper())
-        if not found:
-            raise CapacityError("capacity is not understood", got=repr(capacity),
-                                expected="rows as an integer, or bytes such as '64GB'")
-        rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
-    if not isinstance(rows, int) or rows < 1:
-        raise CapacityError("capacity holds no row", got=repr(capacity),
-                            expected=f"at least 1 row ({row_bytes} bytes)")
-    return rows
-
-
-def _hash(value: object) -> int:
-    digest = hashlib.sha256(repr(value).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+def _shard(configuration: Configuration, world: World) -> Shard:
+    """This rank's shard, with an inbox where rows can come from other ranks."""
+    layout, staging_rows = configuration.layout, configuration.staging_rows
+    inbox_rows = configuration.batch_size if world.size > 1 else 0
+    rows = ring_rows(configuration.quotas, staging_rows) + inbox_rows
+    tier = MemoryTier(
+        layout, rows=int(rows[world.rank]), all_rows=int(rows[world.memory_sharers].sum()),
+        device=world.device,
+    )
+    quota_rows = int(configuration.quotas[world.rank])
+    return Shard(layout, tier, quota_rows=quota_rows, staging_rows=staging_rows)

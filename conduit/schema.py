@@ -35,8 +35,8 @@ CACHE_LINE_BYTES = 64
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _PLAIN = (
-    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-    + ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
 )
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _PLAIN + _FLOAT8 if hasattr(torch, name)
@@ -209,8 +209,10 @@ class RowLayout:
     Fields are ordered by itemsize (widest first), then dtype, then key: every offset is a multiple
     of the field's itemsize without padding, and fields of one dtype are neighbours. A row is a
     multiple of 16 bytes, so any view of any row is aligned on CPU and GPU; where it costs at most
-    an eighth more, rows are whole cache lines, which makes gathers about 10% faster. ``columns`` are the
-    fields in that order, ``tree`` the nested keys with the column's number at each leaf.
+    an eighth more, rows are whole cache lines, which makes gathers about 10% faster.
+
+    ``columns`` are the fields in that order, ``tree`` the nested keys with the column's number at
+    each leaf.
     """
 
     def __init__(self, schema: Schema) -> None:

@@ -41,17 +41,16 @@ class RowExchange:
         ranks that did not come.
         """
         rank = self._world.rank
-        for block, n in ((rows, counts), (out, out_counts)):
-            if int(n.sum()) != len(block) or n[rank] or block.shape[1] != self._row_bytes:
+        sizes, out_sizes = counts.tolist(), out_counts.tolist()
+        for block, n in ((rows, sizes), (out, out_sizes)):
+            if sum(n) != block.shape[0] or n[rank] or block.shape[1] != self._row_bytes:
                 raise WorldError(
                     f"the counts of {what} do not fit the rows", rank=rank,
-                    expected=f"{n.tolist()} rows of {self._row_bytes} bytes and 0 for this rank",
+                    expected=f"{n} rows of {self._row_bytes} bytes and 0 for this rank",
                     got=list(block.shape),
                 )
         try:
-            dist.all_to_all_single(
-                out, rows, out_counts.tolist(), counts.tolist(), group=self._world.data
-            )
+            dist.all_to_all_single(out, rows, out_sizes, sizes, group=self._world.data)
         except RuntimeError as error:
             raise_missing(self._world, what, error)
         self.calls += 1

@@ -106,9 +106,12 @@ class World:
         )
 
     @property
-    def host_ranks(self) -> int:
-        """How many ranks share this rank's host."""
-        return int(np.count_nonzero(self.hosts == self.hosts[self.rank]))
+    def memory_sharers(self) -> NDArray[np.bool_]:
+        """Which ranks allocate from the same memory as this one: those of its host, or on CUDA
+        only itself, since every rank has a GPU of its own."""
+        if self.device.type == "cuda":
+            return np.arange(self.size) == self.rank
+        return self.hosts == self.hosts[self.rank]
 
     def close(self) -> None:
         """Local. Destroys the plane's own groups."""

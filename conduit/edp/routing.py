@@ -9,7 +9,7 @@ directory alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,43 +32,46 @@ def route(routing: str, holders: Ranks, hosts: NDArray[np.int64], batch_rows: in
     if routing == "independent":
         return np.repeat(np.arange(ranks, dtype=holders.dtype), batch_rows)
     counts = np.bincount(holders, minlength=ranks)
-    if (counts == batch_rows).all():
+    surplus = counts - batch_rows
+    if np.count_nonzero(surplus) == 0:
         return holders
-    order = np.argsort(holders, kind="stable")
-    surplus = np.maximum(counts - batch_rows, 0)
-    missing = np.maximum(batch_rows - counts, 0)
     # A holder keeps its first batch_rows draws; `moved` are the others, by holder, then draw.
-    starts = np.cumsum(counts) - counts
-    moved = order[_ranges(starts + np.minimum(counts, batch_rows), surplus)]
-    givers = np.repeat(np.arange(ranks), surplus)
-    seats = np.repeat(np.arange(ranks), missing)
+    order = np.argsort(holders, kind="stable")
+    ends = np.cumsum(counts).tolist()
+    moved = np.concatenate([
+        order[end - rows : end] for end, rows in zip(ends, surplus.tolist(), strict=True)
+        if rows > 0
+    ])
+    seats = np.repeat(np.arange(ranks), np.maximum(-surplus, 0))
     learners = holders.copy()
-    if len(np.unique(hosts)) > 1:
-        # First within each host: the k-th surplus draw of a host gets its k-th free seat.
-        host_of_draw, host_of_seat = hosts[givers], hosts[seats]
-        by_host = np.argsort(host_of_draw, kind="stable")
-        seats_by_host = np.argsort(host_of_seat, kind="stable")
-        length = int(hosts.max()) + 1
-        give = np.bincount(host_of_draw, minlength=length)
-        take = np.bincount(host_of_seat, minlength=length)
-        both = np.minimum(give, take)
-        near = by_host[_ranges(np.cumsum(give) - give, both)]
-        near_seats = seats_by_host[_ranges(np.cumsum(take) - take, both)]
+    if np.count_nonzero(hosts != hosts[0]):
+        near, near_seats = _within_hosts(hosts[holders[moved]], hosts[seats])
         learners[moved[near]] = seats[near_seats]
         moved, seats = np.delete(moved, near), np.delete(seats, near_seats)
     learners[moved] = seats
     return learners
 
 
-def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The concatenation of ``range(start, start + count)``."""
-    ends = np.cumsum(counts)
+def _within_hosts(
+    draw_hosts: NDArray[np.int64], seat_hosts: NDArray[np.int64]
+) -> tuple[Draws, Draws]:
+    """Pairs the k-th draw of a host with its k-th seat: numbers of the draws and of the seats."""
+    draws, seats = np.argsort(draw_hosts, kind="stable"), np.argsort(seat_hosts, kind="stable")
+    hosts = int(max(draw_hosts.max(), seat_hosts.max())) + 1
+    give = np.bincount(draw_hosts, minlength=hosts)
+    take = np.bincount(seat_hosts, minlength=hosts)
+    both = np.minimum(give, take)
+    return draws[_first(give, both)], seats[_first(take, both)]
+
+
+def _first(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> Draws:
+    """Numbers of the first ``counts[i]`` items of each group, groups of ``sizes`` in a row."""
+    starts, ends = np.cumsum(sizes) - sizes, np.cumsum(counts)
     shift = np.repeat(starts - (ends - counts), counts)
     return shift + np.arange(len(shift))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfers:
+class Transfers(NamedTuple):
     """One rank's part in a delivery. ``mine`` are its draws, in draw order: position i of its
     batch is draw ``mine[i]``.
 
@@ -88,17 +91,19 @@ class Transfers:
 def transfers(learners: Ranks, holders: Ranks, rank: int, ranks: int) -> Transfers:
     """What ``rank`` sends and receives when draw j goes from ``holders[j]`` to ``learners[j]``."""
     mine = np.flatnonzero(learners == rank)
-    from_others = holders[mine]
-    receive = np.flatnonzero(from_others != rank)
-    sources = from_others[receive]
-    receive = receive[np.argsort(sources, kind="stable")]
-    crossing = learners != holders
-    send = np.flatnonzero((holders == rank) & crossing)
+    sources = holders[mine]
+    receive = np.flatnonzero(sources != rank)
+    sources = sources[receive]
+    send = np.flatnonzero(holders == rank)
     targets = learners[send]
-    send = send[np.argsort(targets, kind="stable")]
+    away = np.flatnonzero(targets != rank)
+    send, targets = send[away], targets[away]
+    if ranks > 2:
+        receive = receive[np.argsort(sources, kind="stable")]
+        send = send[np.argsort(targets, kind="stable")]
     return Transfers(
         mine=mine,
         send=send, send_counts=np.bincount(targets, minlength=ranks),
         receive=receive, receive_counts=np.bincount(sources, minlength=ranks),
-        moved=int(np.count_nonzero(crossing)),
+        moved=int(np.count_nonzero(learners != holders)),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +29,7 @@ class BatchMaker:
         self._size, self._device = torch.Size([rows]), device
         self._plan = _plan(tree)
         self._scales: dict[float, Any] = {}
+        self._new: Callable[..., TensorDict]
         self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
 
     def make(
@@ -63,7 +64,7 @@ def _plan(tree: Mapping[str, Any]) -> _Plan:
 
 
 def _unsafe_works() -> bool:
-    fields = {"a": torch.zeros(2, 3)}
+    fields: dict[Any, Any] = {"a": torch.zeros(2, 3)}
     size, device = torch.Size([2]), torch.device("cpu")
     try:
         made = TensorDict._new_unsafe(dict(fields), batch_size=size, device=device)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from conduit.schema import BlockViews, RowLayout
 

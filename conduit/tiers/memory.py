@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +20,26 @@ __all__ = ["MemoryTier", "available_bytes"]
 class MemoryTier:
     """``rows`` packed rows, allocated once and written in place.
 
-    ``sharers`` is the number of ranks that allocate as much from the same memory. Raises
+    ``all_rows`` is what all ranks allocate from the same memory, this one included. Raises
     CapacityError, before anything is allocated, when that cannot fit.
     """
 
     def __init__(
-        self, layout: RowLayout, *, rows: int, device: torch.device, sharers: int
+        self, layout: RowLayout, *, rows: int, all_rows: int, device: torch.device
     ) -> None:
         self.name = "host" if device.type == "cpu" else "device"
         self.device = device
-        asked, available = rows * layout.row_bytes, available_bytes(device)
-        if asked * sharers > available:
+        asked, available = all_rows * layout.row_bytes, available_bytes(device)
+        if asked > available:
             raise CapacityError(
-                f"the {self.name} tier cannot hold this shard",
-                expected=f"at most {available:,} bytes for {sharers} ranks",
-                got=f"{asked:,} bytes a rank ({rows:,} rows of {layout.row_bytes:,} bytes)",
-                cure=f"Lower capacity, by at least a factor of {asked * sharers / available:.2f}",
+                f"the {self.name} tier cannot hold the shards of this memory's ranks",
+                expected=f"at most {available:,} bytes",
+                got=f"{asked:,} bytes ({all_rows:,} rows of {layout.row_bytes:,} bytes, staging "
+                "included)",
+                cure=f"Lower capacity, by at least a factor of {asked / max(available, 1):.2f}",
             )
         self.block = layout.block(rows, device)
-        self._records = layout.records(self.block)
+        self._records: Any = layout.records(self.block)
 
     def gather(self, slots: NDArray[np.int64], out: Records) -> None:
         """Copies the rows at ``slots`` into ``out``, the records of a contiguous block

@@ -14,6 +14,8 @@ the same integers) first makes sure by one more control exchange that nobody rea
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,8 +29,11 @@ __all__ = ["Runs", "Shard", "ring_rows"]
 Index = NDArray[np.int64]
 
 
-def ring_rows(quota_rows: int, staging_rows: int) -> int:
-    """Slots of a ring for ``quota_rows`` rows."""
+Rows = TypeVar("Rows", int, Index)
+
+
+def ring_rows(quota_rows: Rows, staging_rows: int) -> Rows:
+    """Slots of a ring for ``quota_rows`` rows (or of several rings, for an array of quotas)."""
     return quota_rows + 2 * staging_rows
 
 

@@ -27,14 +27,14 @@ __all__ = ["Delivery", "Replay"]
 
 
 class Delivery(NamedTuple):
-    """One rank's batch: ``index`` are the logical indices of its rows, int64 ``[batch_rows]``.
+    """One rank's batch: the logical ``indices`` of its rows, int64 ``[batch_rows]``.
 
     ``send`` are the logical indices of the rows that this rank sends, in the order of
-    ``transfers.send``. In a world of one both are None: nothing is transferred, and ``index`` is
-    row ``row`` of ``block``, the batches that are known as long as nothing is committed.
+    ``transfers.send``. In a world of one both are None: nothing is transferred, and ``indices``
+    are row ``row`` of ``block``, the batches that are known as long as nothing is committed.
     """
 
-    index: NDArray[np.int64]
+    indices: NDArray[np.int64]
     block: NDArray[np.int64] | None = None
     row: int = 0
     send: NDArray[np.int64] | None = None
@@ -108,7 +108,7 @@ class Replay:
     ) -> Delivery:
         moves = transfers(learners, holders, self._rank, len(self._hosts))
         return Delivery(
-            index=self._directory.indices(positions[moves.mine]),
+            indices=self._directory.indices(positions[moves.mine]),
             send=self._directory.indices(positions[moves.send]),
             transfers=moves,
         )

@@ -1,0 +1,128 @@
+"""What a plane is made of: its arguments, checked, and their fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from conduit.edp.ingestion import Ingestion
+from conduit.edp.placement import Balanced, Placement, checked_quotas
+from conduit.edp.routing import ROUTINGS
+from conduit.errors import CapacityError, WorldError
+from conduit.schema import RowLayout, Rows, Schema
+
+__all__ = ["Configuration", "chosen_device"]
+
+_UNITS = {
+    "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Arguments of a plane that must be equal on all ranks, as integers where they are counted.
+
+    ``quotas`` are the rows that each rank may hold, int64 ``[ranks]``.
+    """
+
+    layout: RowLayout
+    capacity: int
+    batch_size: int
+    quotas: NDArray[np.int64]
+    staging_rows: int
+    routing: str
+    max_staleness: int
+    min_size: int
+    seed: int
+    name: str
+
+    @classmethod
+    def checked(
+        cls, example: Rows | Schema, *, ranks: int, rank: int, capacity: int | str,
+        batch_size: int, ingestion: Ingestion | None, placement: Placement | None, routing: str,
+        max_staleness: int, min_size: int, seed: int, name: str,
+    ) -> Configuration:
+        """The configuration, or SchemaError, CapacityError or WorldError for what is wrong."""
+        if routing not in ROUTINGS:
+            raise WorldError(
+                "unknown routing", rank=rank, got=repr(routing),
+                expected=" or ".join(map(repr, ROUTINGS)),
+            )
+        for argument, value, least in (
+            ("batch_size", batch_size, 1), ("min_size", min_size, 0),
+            ("max_staleness", max_staleness, 0),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise WorldError(
+                    f"{argument} is out of range", rank=rank,
+                    expected=f"an integer of at least {least}", got=repr(value),
+                )
+        schema = example if isinstance(example, Schema) else Schema.from_example(example)
+        layout = RowLayout(schema)
+        rows = _rows(capacity, layout.row_bytes)
+        if min_size > rows:
+            raise CapacityError(
+                "min_size can never be reached", rank=rank, expected=f"at most {rows} rows",
+                got=min_size,
+            )
+        quotas = checked_quotas(placement or Balanced(), capacity=rows, ranks=ranks)
+        staging_rows = (ingestion or Ingestion()).rows(capacity=rows, ranks=ranks)
+        return cls(
+            layout=layout, capacity=rows, batch_size=batch_size, quotas=quotas,
+            staging_rows=staging_rows, routing=routing, max_staleness=max_staleness,
+            min_size=min_size, seed=seed, name=name,
+        )
+
+    def fingerprint(self) -> dict[str, int]:
+        """One integer for everything that ranks must have in common."""
+        return {
+            "batch_size": self.batch_size, "capacity": self.capacity,
+            "schema": self.layout.schema.hash, "seed": _hash(self.seed),
+            "routing": ROUTINGS.index(self.routing), "max_staleness": self.max_staleness,
+            "min_size": self.min_size, "placement": _hash(self.quotas.tolist()),
+            "staging": self.staging_rows, "name": _hash(self.name),
+        }
+
+
+def chosen_device(device: torch.device | str | None) -> torch.device:
+    """The device to use: CPU unless told otherwise; CUDA always with its number."""
+    chosen = torch.device(device if device is not None else "cpu")
+    if chosen.type == "cuda" and chosen.index is None:
+        # Under torchrun each rank has a GPU of its own, unless it was shown only that one.
+        index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        in_range = index < torch.cuda.device_count()
+        chosen = torch.device("cuda", index if in_range else torch.cuda.current_device())
+    if chosen.type not in ("cpu", "cuda"):
+        raise WorldError("rows cannot lie on this device", expected="cpu or cuda", got=chosen)
+    return chosen
+
+
+def _rows(capacity: int | str, row_bytes: int) -> int:
+    """``capacity`` in rows: an integer is rows, a string such as "64GB" or "512MiB" bytes."""
+    rows = capacity
+    if isinstance(capacity, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", capacity.upper())
+        if not found:
+            raise CapacityError(
+                "capacity is not understood", got=repr(capacity),
+                expected="rows as an integer, or bytes such as '64GB'",
+            )
+        rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
+    if not isinstance(rows, int) or rows < 1:
+        raise CapacityError(
+            "capacity holds no row", got=repr(capacity),
+            expected=f"at least 1 row ({row_bytes} bytes)",
+        )
+    return rows
+
+
+def _hash(value: object) -> int:
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

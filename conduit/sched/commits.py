@@ -1,0 +1,81 @@
+"""A commit, stage by stage: plan, fence if need be, send home, write, make visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from conduit.collectives.exchange import RowExchange
+from conduit.edp.directory import Directory
+from conduit.edp.ingestion import Commit, plan_commit
+from conduit.metrics import Counters
+from conduit.tiers.shard import Shard
+
+__all__ = ["Commits"]
+
+Counts = NDArray[np.int64]
+
+
+class Commits:
+    """Applies commits to the directory, which all ranks share, and to this rank's shard.
+
+    ``fence`` is a collective call after which no rank reads rows that left in earlier commits.
+    """
+
+    def __init__(
+        self, *, directory: Directory, shard: Shard, exchange: RowExchange, quotas: Counts,
+        rank: int, counters: Counters, fence: Callable[[], None],
+    ) -> None:
+        self._directory, self._shard, self._exchange = directory, shard, exchange
+        self._quotas, self._rank = quotas, rank
+        self._counters, self._fence = counters, fence
+
+    def commit(self, staged: Counts) -> None:
+        """Collective. Commits the rows that the ranks staged, int64 ``[ranks]``."""
+        directory, shard, rank = self._directory, self._shard, self._rank
+        plan = plan_commit(staged, directory, self._quotas)
+        occupied = directory.held + plan.dropped + plan.arriving
+        if np.count_nonzero(occupied > self._quotas + shard.staging_rows):
+            self._fence()
+            self._counters.fences += 1
+        received = self._send_home(plan) if plan.moves else None
+        starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
+        directory.append(
+            plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
+            arriving=plan.arriving,
+        )
+        here = plan.holders == rank
+        shard.commit(
+            starts=starts[here], counts=plan.counts[here], own=plan.sources[here] == rank,
+            received=received, dropped=int(plan.dropped[rank]), begin=directory.begin,
+        )
+        self._count(int(staged.sum()), plan.skipped)
+
+    def commit_alone(self) -> None:
+        """``commit`` in a world of one, without the arithmetic over ranks."""
+        directory, staged = self._directory, self._shard.staged
+        skipped = directory.append_alone(staged)
+        self._shard.commit_own(
+            start=directory.end - staged + skipped, dropped=skipped, begin=directory.begin
+        )
+        self._count(staged, skipped)
+
+    def _send_home(self, plan: Commit) -> Tensor:
+        """Sends rows beyond this rank's quota to their holders; returns those that came here."""
+        rank, shard = self._rank, self._shard
+        counts, out_counts = plan.sent_by(rank), plan.received_by(rank)
+        outgoing = int(counts.sum())
+        first = int(plan.dropped[rank]) + plan.kept_by(rank)
+        rows = shard.outgoing(first=first, rows=outgoing)
+        received = shard.layout.block(int(out_counts.sum()), shard.tier.device)
+        self._exchange(rows, counts, received, out_counts, what="sending rows home")
+        self._counters.rows_sent_home += outgoing
+        return received
+
+    def _count(self, staged: int, skipped: int) -> None:
+        self._counters.commits += 1
+        self._counters.rows_committed += staged
+        self._counters.rows_skipped += skipped
