@@ -7,6 +7,8 @@ two above (200 MB at 100M rows); where a row lies on its holder is known to the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +29,7 @@ class Directory:
         if ranks > 1 << 16:
             raise WorldError("too many ranks", expected=f"at most {1 << 16}", got=ranks)
         self.capacity, self.ranks = capacity, ranks
+        self._ring: NDArray[np.unsignedinteger[Any]]
         self._ring = np.zeros(capacity, dtype=np.uint8 if ranks <= 256 else np.uint16)
         self._origin = 0
         self.end, self.size = 0, 0
@@ -95,7 +98,7 @@ class Directory:
         indices += cycle - self.capacity
         return indices
 
-    def holders(self, positions: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+    def holders(self, positions: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
         """Ranks that hold the live rows at ``positions``: uint8 or uint16."""
         return self._ring[positions]
 
