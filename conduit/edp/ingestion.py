@@ -86,7 +86,7 @@ def plan_commit(staged: Counts, directory: Directory, quotas: Counts) -> Commit:
     total = int(staged.sum())
     skipped = max(total - directory.capacity, 0)
     if skipped:
-        before = np.cumsum(staged) - staged
+        before = staged.cumsum() - staged
         dropped = np.minimum(np.maximum(skipped - before, 0), staged)
     else:
         dropped = np.zeros_like(staged)
@@ -95,7 +95,7 @@ def plan_commit(staged: Counts, directory: Directory, quotas: Counts) -> Commit:
     free = np.maximum(quotas - directory.held + lost, 0)
     kept = np.minimum(fresh, free)
     surplus = fresh - kept
-    if not surplus.any():
+    if np.count_nonzero(surplus) == 0:
         return Commit(
             sources=ranks, holders=ranks, counts=kept, skipped=skipped, dropped=dropped, lost=lost,
             arriving=kept, moves=False,
@@ -104,7 +104,7 @@ def plan_commit(staged: Counts, directory: Directory, quotas: Counts) -> Commit:
     sources, holders, counts = match(surplus, received)
     sources = np.concatenate([ranks, sources])
     # A stable sort by source: a source's kept run first, then its surplus by receiver.
-    order = np.argsort(sources, kind="stable")
+    order = sources.argsort(kind="stable")
     return Commit(
         sources=sources[order], holders=np.concatenate([ranks, holders])[order],
         counts=np.concatenate([kept, counts])[order], skipped=skipped, dropped=dropped, lost=lost,
@@ -118,30 +118,34 @@ def water_fill(free: Counts, rows: int) -> Counts:
     Computed at once: the largest level at which the free rows above it still suffice, less what
     that overshoots, taken back from the highest ranks (which the one-by-one rule reaches last).
     """
-    low, high = 0, int(free.max(initial=0))
     if int(free.sum()) < rows:
         raise CapacityError(
             "the quotas leave too little room for the committed rows",
             expected=f"{rows} free rows", got=int(free.sum()),
         )
-    while low < high:
-        level = (low + high + 1) // 2
-        if int(np.maximum(free - level, 0).sum()) >= rows:
-            low = level
-        else:
-            high = level - 1
+    # With the ranks by free rows, the level after emptying the k fullest down to it is the mean of
+    # what they have beyond the rows handed out; the first k whose level the next rank does not
+    # reach is the answer.
+    fullest = np.sort(free)[::-1]
+    levels = (fullest.cumsum() - rows) // np.arange(1, len(free) + 1)
+    beyond = np.append(fullest[1:], -1)
+    low = max(int(levels[(levels >= beyond).argmax()]), 0)
     taken = np.maximum(free - low, 0)
     excess = int(taken.sum()) - rows
     if excess:
-        taken[np.flatnonzero(taken)[-excess:]] -= 1
+        taken[taken.nonzero()[0][-excess:]] -= 1
     return taken
 
 
 def match(give: Counts, take: Counts) -> tuple[Counts, Counts, Counts]:
     """Pairs two partitions of one sum in rank order: givers, takers and rows of every run."""
-    ends_give, ends_take = np.cumsum(give), np.cumsum(take)
-    ends = np.union1d(ends_give[give > 0], ends_take[take > 0])
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    givers = np.searchsorted(ends_give, starts, side="right")
-    takers = np.searchsorted(ends_take, starts, side="right")
-    return givers, takers, ends - starts
+    ends_give, ends_take = give.cumsum(), take.cumsum()
+    ends = np.concatenate([ends_give, ends_take])
+    ends.sort()
+    starts = np.concatenate([[0], ends[:-1]])
+    counts = ends - starts
+    some = counts > 0
+    starts = starts[some]
+    givers = ends_give.searchsorted(starts, side="right")
+    takers = ends_take.searchsorted(starts, side="right")
+    return givers, takers, counts[some]

@@ -29,6 +29,7 @@ class Deliveries:
         self._replay, self._shard, self._exchange = replay, shard, exchange
         self._slabs, self._batches, self._counters = slabs, batches, counters
         self._outbox = shard.layout.block(0, device)
+        self._outbox_records = shard.layout.records(self._outbox)
         # The drafted delivery, and the slots of the rows to gather and of the rows to send.
         self._draft: Delivery | None = None
         self._draft_slots: tuple[Slots, Slots] | None = None
@@ -64,14 +65,14 @@ class Deliveries:
         else:
             slots, send = self._slots(delivery)
         if moves.moved:
-            if len(self._outbox) < len(send):
-                self._outbox = shard.layout.block(2 * len(send), self._outbox.device)
-            outbox = self._outbox[: len(send)]
-            if len(send):
-                shard.gather(send, shard.layout.records(outbox))
-            incoming = len(moves.receive)
+            outgoing, incoming = len(send), len(moves.receive)
+            if len(self._outbox) < outgoing:
+                self._outbox = shard.layout.block(2 * outgoing, self._outbox.device)
+                self._outbox_records = shard.layout.records(self._outbox)
+            if outgoing:
+                shard.gather(send, self._outbox_records[:outgoing])
             self._exchange(
-                outbox, moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
+                self._outbox[:outgoing], moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
                 what="exchanging the rows of a batch",
             )
             self._counters.rows_received += incoming

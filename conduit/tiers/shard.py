@@ -70,7 +70,7 @@ class Runs:
         if self._high - self._low == 1:
             return
         live = self._starts[self._low : self._high]
-        self._low += max(int(np.searchsorted(live, index, side="right")) - 1, 0)
+        self._low += max(int(live.searchsorted(index, side="right")) - 1, 0)
 
     def clear(self) -> None:
         self._low = self._high = 0
@@ -80,7 +80,7 @@ class Runs:
         if self._high - self._low == 1:
             return indices + (self._offsets[self._low] - turned)
         live = slice(self._low, self._high)
-        run = np.searchsorted(self._starts[live], indices, side="right") - 1
+        run = self._starts[live].searchsorted(indices, side="right") - 1
         return indices + (self._offsets[live][run] - turned)
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class Shard:
         are not kept; all others are in ``received``, in order. ``begin`` is the oldest live index.
         """
         base = self._head + dropped
-        ends = np.cumsum(counts)
+        ends = counts.cumsum()
         if received is not None:
             kept = int(counts[own].sum())
             before = int(counts[: int(own.argmax())].sum()) if kept else 0

@@ -51,10 +51,7 @@ def command_parser(
                     title="commands", metavar="COMMAND", required=True
                 )
             under = inner[word]
-        made = under.add_parser(
-            command.words[-1], help=command.help, description=command.help,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        made = under.add_parser(command.words[-1], help=command.help, description=command.help)
         command.add_arguments(made)
         add_json(made)
         made.set_defaults(command=command)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-__all__ = ["Job", "leads", "work_alone"]
+__all__ = ["Job", "leads"]
 
 
 def leads() -> bool:
@@ -18,39 +18,43 @@ def leads() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def work_alone() -> bool:
-    """Makes the first rank a world of one, also under torchrun. False on the other ranks, which
-    have nothing to do then. To be undone with ``Job.leave``."""
-    if not leads():
-        return False
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All ranks of the job. ``group`` is a Gloo group apart from the plane's; None if alone."""
+    """The ranks that measure. ``group`` is a Gloo group apart from the plane's, None if there is
+    one rank; ``made`` says that the default process group was made here."""
 
     rank: int
     ranks: int
     group: dist.ProcessGroup | None
+    made: bool
 
     @classmethod
     def join(cls) -> Job:
         """Collective. Joins the ranks that torchrun started; without it, a world of one."""
-        if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        made = "WORLD_SIZE" in os.environ and not dist.is_initialized()
+        if made:
             dist.init_process_group("gloo")
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(rank=0, ranks=1, group=None)
+            return cls(rank=0, ranks=1, group=None, made=made)
         group = dist.new_group(backend="gloo", group_desc="conduit/benchmark")
         assert isinstance(group, dist.ProcessGroup)
-        return cls(rank=dist.get_rank(), ranks=dist.get_world_size(), group=group)
+        return cls(rank=dist.get_rank(), ranks=dist.get_world_size(), group=group, made=made)
 
-    @staticmethod
-    def leave() -> None:
-        """Local. Gives up the process groups."""
-        if dist.is_initialized():
+    @classmethod
+    def alone(cls) -> Job | None:
+        """A world of one on the first rank, also under torchrun; None on the others, which have
+        nothing to do then."""
+        if not leads():
+            return None
+        made = "WORLD_SIZE" in os.environ and not dist.is_initialized()
+        if made:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return cls(rank=0, ranks=1, group=None, made=made)
+
+    def leave(self) -> None:
+        """Local. Gives up what was made to join."""
+        if self.made and dist.is_initialized():
             dist.destroy_process_group()
 
     def barrier(self) -> None:

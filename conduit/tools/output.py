@@ -17,7 +17,7 @@ from pathlib import Path
 from conduit.tools.arguments import UsageError
 from conduit.tools.environment import Environment
 
-__all__ = ["Column", "Progress", "Reporter", "Result", "reserved_stdout", "table"]
+__all__ = ["Column", "Progress", "Reporter", "Result", "Table", "reserved_stdout"]
 
 Result = Mapping[str, object]
 
@@ -39,15 +39,21 @@ class Column:
         return "-" if value is None else format(value, self.form)
 
 
-def table(columns: Sequence[Column], results: Sequence[Result]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Table:
     """``results`` as lines of text under headings, right-aligned."""
-    rows = [[column.heading for column in columns]]
-    rows += [[column.cell(result) for column in columns] for result in results]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    return "\n".join(
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+
+    columns: Sequence[Column]
+    results: Sequence[Result]
+
+    def __str__(self) -> str:
+        rows = [[column.heading for column in self.columns]]
+        rows += [[column.cell(result) for column in self.columns] for result in self.results]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.columns))]
+        return "\n".join(
+            "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
 
 
 class Progress:
@@ -82,13 +88,13 @@ class Reporter:
         ]))
 
     def finish(
-        self, results: Sequence[Result], columns: Sequence[Column],
-        summary: Result | None = None,
+        self, results: Sequence[Result], *tables: Table, summary: Result | None = None
     ) -> None:
-        """Prints ``results`` as a table and keeps them for :meth:`write`."""
+        """Prints ``tables`` and keeps ``results`` for :meth:`write`."""
         self.progress("")
         assert self._environment is not None
-        self._print(table(columns, results))
+        for table in tables:
+            self._print(str(table))
         for key, value in (summary or {}).items():
             self._print(f"# {key}: {value}")
         self._document = {

@@ -42,10 +42,9 @@ class Delivery(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    positions: NDArray[np.int64]
     learners: Ranks
-    end: int
     indices: NDArray[np.int64]
+    end: int
     delivery: Delivery
 
 
@@ -73,12 +72,10 @@ class Replay:
         if self._drafting and len(self._hosts) > 1:
             directory = self._directory
             positions = self._draws.positions(self.batch, directory.size)
-            holders = directory.holders(positions)
+            indices, holders = directory.indices(positions), directory.holders(positions)
             learners = route(self._routing, holders, self._hosts, self._batch_rows)
-            self._draft = _Draft(
-                positions, learners, directory.end, directory.indices(positions),
-                self._delivery(positions, learners, holders),
-            )
+            delivery = self._delivery(indices, learners, holders)
+            self._draft = _Draft(learners, indices, directory.end, delivery)
         self._drafting = False
         return self._draft.delivery if self._draft is not None else None
 
@@ -94,23 +91,18 @@ class Replay:
             return draft.delivery
         positions = self._draws.positions(self.batch, directory.size)
         self.batch += 1
-        holders = directory.holders(positions)
+        indices, holders = directory.indices(positions), directory.holders(positions)
         if draft is None:
             learners = route(self._routing, holders, self._hosts, self._batch_rows)
         else:
             learners = draft.learners
-            late = np.count_nonzero(draft.indices != directory.indices(positions))
-            self.late_rows += int(late)
-        return self._delivery(positions, learners, holders)
+            self.late_rows += int(np.count_nonzero(draft.indices != indices))
+        return self._delivery(indices, learners, holders)
 
-    def _delivery(
-        self, positions: NDArray[np.int64], learners: Ranks, holders: Ranks
-    ) -> Delivery:
+    def _delivery(self, indices: NDArray[np.int64], learners: Ranks, holders: Ranks) -> Delivery:
         moves = transfers(learners, holders, self._rank, len(self._hosts))
         return Delivery(
-            indices=self._directory.indices(positions[moves.mine]),
-            send=self._directory.indices(positions[moves.send]),
-            transfers=moves,
+            indices=indices[moves.mine], send=indices[moves.send], transfers=moves
         )
 
     def _deal_alone(self) -> Delivery:

@@ -24,15 +24,16 @@ class Placement(Protocol):
 
 def checked_quotas(placement: Placement, *, capacity: int, ranks: int) -> NDArray[np.int64]:
     """The policy's quotas as int64 ``[ranks]``; CapacityError when they cannot hold the buffer."""
-    quotas = np.asarray(placement.quotas(capacity=capacity, ranks=ranks))
-    if quotas.shape != (ranks,) or quotas.dtype.kind not in "iu":
+    answer = list(placement.quotas(capacity=capacity, ranks=ranks))
+    if len(answer) != ranks or not all(isinstance(rows, (int, np.integer)) for rows in answer):
         raise CapacityError(
-            f"{type(placement).__name__} gave unusable quotas",
-            expected=f"{ranks} integers", got=f"{quotas.dtype} {list(quotas.shape)}",
+            f"{type(placement).__name__} gave unusable quotas", expected=f"{ranks} integers",
+            got=answer,
         )
+    quotas = np.array(answer, dtype=np.int64)
     if (quotas < 0).any() or int(quotas.sum()) < capacity:
         raise CapacityError(
             f"the quotas of {type(placement).__name__} cannot hold the buffer",
             expected=f"rows of at least 0 that add up to {capacity}", got=quotas.tolist(),
         )
-    return np.minimum(quotas, capacity).astype(np.int64)
+    return np.minimum(quotas, capacity)

@@ -8,24 +8,23 @@ of one chunk and the ``flush()`` that commits it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from itertools import cycle
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from conduit.plane import ExperiencePlane
 from conduit.tiers.memory import available_bytes
 from conduit.tools.arguments import UsageError, at_least, comma_list
 from conduit.tools.bench.floor import Floor, packed
-from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerUnavailable, chosen_peers
+from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerError, chosen_peers
 from conduit.tools.bench.timing import Call, Series, interleaved
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
-from conduit.tools.job import Job, work_alone
-from conduit.tools.output import Column, Reporter
+from conduit.tools.job import Job
+from conduit.tools.output import Column, Reporter, Table
 from conduit.tools.schemas import NamedSchema, named_schema, random_rows
 
 __all__ = ["COMMAND"]
@@ -84,22 +83,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=at_least(1), metavar="N",
                         help="rows in the buffer; by default what is usual for the schema")
     parser.add_argument("--batch", type=comma_list(at_least(1)), default=[256], metavar="B",
-                        help="rows of a sample, or several such numbers with commas between them")
+                        help="rows of a sample, or several such numbers with commas between them "
+                        "(default: 256)")
     parser.add_argument("--sampler", choices=("uniform",), default="uniform",
-                        help="how rows are drawn")
+                        help="how rows are drawn (default: uniform)")
     parser.add_argument("--peer", default="auto", metavar="P",
-                        help=f"with commas between them, of {', '.join(LOCAL_PEERS)}; auto is all "
-                        "that are installed, none is none")
-    parser.add_argument("--rounds", type=at_least(1), default=30,
-                        help="how often the contenders take turns")
+                        help=f"of {', '.join(LOCAL_PEERS)}, with commas between them; auto is all "
+                        "that are installed, none is none (default: auto)")
+    parser.add_argument("--rounds", type=at_least(1), default=30, metavar="N",
+                        help="how often the contenders take turns (default: 30)")
     parser.add_argument("--round-ms", type=at_least(1), default=10, metavar="MS",
-                        help="about how long a turn is")
+                        help="about how long a turn is (default: 10)")
 
 
 def run(args: argparse.Namespace, report: Reporter) -> int:
     """Measures on the first rank; the others have nothing to do."""
     options = _options(args)
-    if not work_alone():
+    job = Job.alone()
+    if job is None:
         return 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -109,20 +110,21 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
         report.begin(Environment.here(world=1, hosts=1, backend="none", device="cpu"), [
             f"{options.schema.text}; {options.rows:,} rows "
             f"({options.rows * options.schema.layout.row_bytes / 1e9:.2f} GB), full and wrapped",
-            "us: median of the medians of "
-            f"{options.rounds} rounds; vs: median ratio within rounds, below 1 is faster",
-            "floor: one index_select into a block that is there already (sample), one copy_ "
-            "(extend) of the same packed rows",
+            f"us: median of the medians of {options.rounds} rounds; vs: median of their ratios, "
+            "below 1 is faster",
+            "floor: one index_select of packed rows into a block that is there (sample), or one "
+            "copy_ (extend)",
             "sample: batches are strided views on packed rows; extend: with the commit",
             *notes,
         ])
         results = []
         for i, batch in enumerate(options.batches):
             results += _measure(options, batch, peers, CHUNK_ROWS if i == 0 else (), report)
-        report.finish([asdict(row) for row in results], COLUMNS)
+        found = [asdict(row) for row in results]
+        report.finish(found, Table(columns=COLUMNS, results=found))
     finally:
         torch.set_num_threads(threads)
-        Job.leave()
+        job.leave()
     return 0
 
 
@@ -141,7 +143,7 @@ def _usable_peers(options: Options) -> tuple[list[str], list[str]]:
     for name, asked_for in options.peers.items():
         try:
             peer = LOCAL_PEERS[name](options.schema.schema, rows=1, batch=1)
-        except (PeerUnavailable, ImportError) as error:
+        except (PeerError, ImportError) as error:
             if asked_for:
                 raise UsageError(f"peer {name!r} cannot be measured: {error}; leave it out of "
                                  "--peer") from error
@@ -163,7 +165,7 @@ def _check_memory(options: Options, peers: int) -> None:
         fitting = int(0.9 * available / options.schema.layout.row_bytes - pool) // (3 + peers)
         raise UsageError(
             f"{options.rows:,} rows take {needed / 1e9:.1f} GB in {2 + peers} buffers and "
-            f"{available / 1e9:.1f} GB are available: give --rows {max(fitting, 1)} or less"
+            f"{available / 1e9:.1f} GB are available: give --rows {max(fitting, 1):_} or fewer"
         )
 
 
@@ -242,7 +244,8 @@ def _rows(
     """One row for each peer, or one without a peer."""
     ours, floor = series["conduit"], series["floor"]
     results = []
-    for name in versions or {None: ""}:
+    names: list[str | None] = [*versions] or [None]
+    for name in names:
         theirs = series[name] if name else None
         results.append(Row(
             schema=options.schema.name, sampler=options.sampler, batch=batch,

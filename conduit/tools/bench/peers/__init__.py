@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from conduit.tools.arguments import UsageError
 from conduit.tools.bench.peers.cpprb_local import Cpprb
-from conduit.tools.bench.peers.peer import LocalPeer, PeerUnavailable, missing
+from conduit.tools.bench.peers.peer import LocalPeer, PeerError, missing
 from conduit.tools.bench.peers.torchrl_local import TorchRL
 from conduit.tools.bench.peers.torchrl_rpc import TorchRLRemote
 
-__all__ = ["LOCAL_PEERS", "LocalPeer", "PeerUnavailable", "TorchRLRemote", "chosen_peers"]
+__all__ = ["LOCAL_PEERS", "LocalPeer", "PeerError", "TorchRLRemote", "chosen_peers", "require"]
 
 LOCAL_PEERS: dict[str, type[LocalPeer]] = {"torchrl": TorchRL, "cpprb": Cpprb}
 

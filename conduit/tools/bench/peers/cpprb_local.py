@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from conduit.schema import Field, Key, Schema
-from conduit.tools.bench.peers.peer import PeerUnavailable
+from conduit.tools.bench.peers.peer import PeerError
 
 __all__ = ["Cpprb"]
 
@@ -28,7 +28,7 @@ class Cpprb:
 
     def __init__(self, schema: Schema, *, rows: int, batch: int) -> None:
         self.version = version("cpprb")
-        self._batch = batch
+        self._rows, self._batch = rows, batch
         self._keys: dict[str, Key] = {".".join(field.key): field.key for field in schema.fields}
         module: Any = importlib.import_module("cpprb")
         self._buffer = module.ReplayBuffer(rows, {
@@ -37,10 +37,11 @@ class Cpprb:
         })
 
     def converted(self, rows: TensorDict) -> dict[str, NDArray[Any]]:
-        # A scalar field is a column of one for cpprb.
+        # It refuses more rows at once than it holds, and takes a scalar field as a column of one.
+        values = {name: rows[key][-self._rows :] for name, key in self._keys.items()}
         return {
-            name: rows[key].reshape(len(rows), *(rows[key].shape[1:] or (1,))).numpy()
-            for name, key in self._keys.items()
+            name: value.reshape(len(value), *(value.shape[1:] or (1,))).numpy()
+            for name, value in values.items()
         }
 
     def extend(self, rows: dict[str, NDArray[Any]]) -> object:
@@ -54,4 +55,4 @@ def _dtype(field: Field) -> np.dtype[Any]:
     try:
         return torch.empty(0, dtype=field.dtype).numpy().dtype
     except TypeError as error:
-        raise PeerUnavailable(f"cpprb cannot hold {field.dtype} (field {field.key})") from error
+        raise PeerError(f"cpprb cannot hold {field.dtype} (field {field.key})") from error

@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from conduit.schema import Schema
 
-__all__ = ["LocalPeer", "PeerUnavailable", "missing"]
+__all__ = ["LocalPeer", "PeerError", "missing"]
 
 
-class PeerUnavailable(Exception):
+class PeerError(Exception):
     """The peer is installed but cannot do this; the message says why."""
 
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 from tensordict import TensorDict
 
 from conduit.tools.bench.peers.torchrl_local import torchrl_data
@@ -75,8 +74,8 @@ class TorchRLRemote:
             return self._buffer.sample(self._batch)
         return self._rpc.rpc_sync("rank0", self._sample, args=(self._remote, self._batch))
 
-    def close(self) -> None:
+    def close(self, *, graceful: bool) -> None:
+        """A graceful end waits for the other ranks, which may not come after a failure."""
         self._remote = None
         _SERVED.clear()
-        if dist.is_initialized():
-            self._rpc.shutdown()
+        self._rpc.shutdown(graceful=graceful)
