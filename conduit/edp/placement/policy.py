@@ -24,11 +24,21 @@ class Placement(Protocol):
 
 def checked_quotas(placement: Placement, *, capacity: int, ranks: int) -> NDArray[np.int64]:
     """The policy's quotas as int64 ``[ranks]``; CapacityError when they cannot hold the buffer."""
-    answer = list(placement.quotas(capacity=capacity, ranks=ranks))
-    if len(answer) != ranks or not all(isinstance(rows, (int, np.integer)) for rows in answer):
+    if not callable(getattr(placement, "quotas", None)):
+        raise CapacityError(
+            "this is no placement policy", expected="an object with a method quotas",
+            got=repr(placement),
+        )
+    answer = placement.quotas(capacity=capacity, ranks=ranks)
+    if isinstance(answer, np.ndarray):
+        answer = answer.tolist()
+    if not (
+        isinstance(answer, Sequence) and len(answer) == ranks
+        and all(isinstance(rows, (int, np.integer)) and type(rows) is not bool for rows in answer)
+    ):
         raise CapacityError(
             f"{type(placement).__name__} gave unusable quotas", expected=f"{ranks} integers",
-            got=answer,
+            got=repr(answer),
         )
     quotas = np.array(answer, dtype=np.int64)
     if (quotas < 0).any() or int(quotas.sum()) < capacity:
