@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from conduit.collectives.exchange import RowExchange
-from conduit.edp.delivery import Delivery, Replay
+from conduit.edp.delivery import Ahead, Replay
+from conduit.edp.routing import Transfers
 from conduit.metrics import Counters
 from conduit.sched.batch import BatchMaker
 from conduit.sched.slabs import SlabPool
@@ -30,66 +31,63 @@ class Deliveries:
         self._slabs, self._batches, self._counters = slabs, batches, counters
         self._outbox = shard.layout.block(0, device)
         self._outbox_records = shard.layout.records(self._outbox)
-        # The drafted delivery, and the slots of the rows to gather and of the rows to send.
-        self._draft: Delivery | None = None
-        self._draft_slots: tuple[Slots, Slots] | None = None
-        # In a world of one: the batches known ahead, and their rows' slots.
-        self._known = self._known_slots = np.empty((0, 0), dtype=np.int64)
+        # The batches known ahead, and the slots of their rows and of the rows to send.
+        self._known: Ahead | None = None
+        self._slots: Slots = np.empty((0, 0), dtype=np.int64)
+        self._send_slots: Slots = np.empty(0, dtype=np.int64)
 
     def draft(self) -> None:
         """Local. Prepares the next batch as far as it is known before the commit."""
-        self._draft = self._replay.draft()
-        self._draft_slots = self._slots(self._draft) if self._draft is not None else None
+        draft = self._replay.draft()
+        if draft is not None:
+            self._locate(draft.ahead)
 
     def deliver(self) -> TensorDict:
         """Collective. This rank's rows of the next global batch."""
-        delivery = self._replay.deal()
-        if delivery.block is None:
-            slots = self._receive(delivery)
-        else:
-            if delivery.block is not self._known:
-                self._known, self._known_slots = delivery.block, self._shard.slots(delivery.block)
-            slots = self._known_slots[delivery.row]
+        ahead, row = self._replay.deal()
+        self._locate(ahead)
+        if ahead.transfers is not None and ahead.transfers.moved[row]:
+            self._receive(ahead.transfers, row)
         slab = self._slabs.take()
+        slots = self._slots[row]
         self._shard.gather(slots, slab.records)
         self._counters.samples += 1
         self._counters.rows_delivered += len(slots)
-        return self._batches.make(slab.views.fresh(), delivery.indices, loss_scale=1.0)
+        return self._batches.make(slab.views.fresh(), ahead.indices[row], loss_scale=1.0)
 
-    def _receive(self, delivery: Delivery) -> Slots:
-        """Exchanges the rows of a delivery; returns the slots of this rank's rows, in order."""
-        shard, moves = self._shard, delivery.transfers
-        assert moves is not None
-        if self._draft_slots is not None and delivery is self._draft:
-            slots, send = self._draft_slots
-        else:
-            slots, send = self._slots(delivery)
-        if moves.moved:
-            outgoing, incoming = len(send), len(moves.receive)
-            if len(self._outbox) < outgoing:
-                self._outbox = shard.layout.block(2 * outgoing, self._outbox.device)
-                self._outbox_records = shard.layout.records(self._outbox)
-            if outgoing:
-                shard.gather(send, self._outbox_records[:outgoing])
-            self._exchange(
-                self._outbox[:outgoing], moves.send_counts, shard.inbox[:incoming], moves.receive_counts,
-                what="exchanging the rows of a batch",
-            )
-            self._counters.rows_received += incoming
-        return slots
+    def _receive(self, moves: Transfers, row: int) -> None:
+        """Exchanges the rows that change ranks in a delivery; they come to lie in the inbox."""
+        start, stop = moves.send_bounds[row : row + 2]
+        outgoing = stop - start
+        incoming = moves.receive_bounds[row + 1] - moves.receive_bounds[row]
+        if len(self._outbox) < outgoing:
+            self._outbox = self._shard.layout.block(2 * outgoing, self._outbox.device)
+            self._outbox_records = self._shard.layout.records(self._outbox)
+        if outgoing:
+            self._shard.gather(self._send_slots[start:stop], self._outbox_records[:outgoing])
+        self._exchange(
+            self._outbox[:outgoing], moves.send_counts[row],
+            self._shard.inbox[:incoming], moves.receive_counts[row],
+            what="exchanging the rows of a batch",
+        )
+        self._counters.rows_received += incoming
 
-    def _slots(self, delivery: Delivery) -> tuple[Slots, Slots]:
-        """Slots of the rows of a delivery in order, those received in the inbox, and of the rows
-        that this rank sends."""
-        shard, moves = self._shard, delivery.transfers
-        assert moves is not None and delivery.send is not None
-        incoming = len(moves.receive)
-        if incoming == 0:
-            slots = shard.slots(delivery.indices)
+    def _locate(self, ahead: Ahead) -> None:
+        """Finds the slots of all rows of some deliveries, those received being in the inbox."""
+        if ahead is self._known:
+            return
+        shard, moves, indices = self._shard, ahead.transfers, ahead.indices
+        self._known = ahead
+        if moves is None or len(moves.receive) == 0:
+            self._slots = shard.slots(indices)
         else:
-            own = np.ones(len(delivery.indices), dtype=np.bool_)
+            own = np.ones(indices.size, dtype=np.bool_)
             own[moves.receive] = False
-            slots = np.empty(len(delivery.indices), dtype=np.int64)
-            slots[own] = shard.slots(delivery.indices[own])
-            slots[moves.receive] = np.arange(shard.inbox_slot, shard.inbox_slot + incoming)
-        return slots, shard.slots(delivery.send) if len(delivery.send) else delivery.send
+            slots = np.empty(indices.size, dtype=np.int64)
+            slots[own] = shard.slots(indices.reshape(-1)[own])
+            bounds = np.array(moves.receive_bounds)
+            first = shard.inbox_slot - bounds[:-1].repeat(bounds[1:] - bounds[:-1])
+            slots[moves.receive] = first + np.arange(len(moves.receive))
+            self._slots = slots.reshape(indices.shape)
+        if ahead.send is not None and len(ahead.send):
+            self._send_slots = shard.slots(ahead.send)

@@ -23,29 +23,33 @@ from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.routing import Ranks, Transfers, route, transfers
 
-__all__ = ["Delivery", "Replay"]
+__all__ = ["Ahead", "Delivery", "Replay"]
+
+Index = NDArray[np.int64]
+
+
+class Ahead(NamedTuple):
+    """One rank's part in the batches from number ``first`` on, as long as nothing is committed.
+
+    ``indices`` are the logical indices of its rows, int64 ``[batches, batch_rows]``; ``send`` those
+    of the rows it sends, in the order of ``transfers.send``. In a world of one there are no
+    transfers.
+    """
+
+    first: int
+    end: int
+    indices: Index
+    send: Index | None = None
+    transfers: Transfers | None = None
+    learners: Ranks | None = None
+    drawn: Index | None = None
 
 
 class Delivery(NamedTuple):
-    """One rank's batch: the logical ``indices`` of its rows, int64 ``[batch_rows]``.
+    """A batch: row ``row`` of the batches in ``ahead``."""
 
-    ``send`` are the logical indices of the rows that this rank sends, in the order of
-    ``transfers.send``. In a world of one both are None: nothing is transferred, and ``indices``
-    are row ``row`` of ``block``, the batches that are known as long as nothing is committed.
-    """
-
-    indices: NDArray[np.int64]
-    block: NDArray[np.int64] | None = None
-    row: int = 0
-    send: NDArray[np.int64] | None = None
-    transfers: Transfers | None = None
-
-
-class _Draft(NamedTuple):
-    learners: Ranks
-    indices: NDArray[np.int64]
-    end: int
-    delivery: Delivery
+    ahead: Ahead
+    row: int
 
 
 class Replay:
@@ -57,66 +61,65 @@ class Replay:
     ) -> None:
         self._directory, self._draws, self._routing = directory, draws, routing
         self._rank, self._hosts, self._batch_rows = rank, hosts, batch_rows
-        self._drafting = False
-        self._draft: _Draft | None = None
-        self._indices = np.empty((0, batch_rows), dtype=np.int64)
-        self._first, self._end = 0, -1
+        self._delivered = False
+        self._draft: Delivery | None = None
+        self._ahead = Ahead(first=0, end=-1, indices=np.empty((0, batch_rows), dtype=np.int64))
         self.batch = 0
         self.late_rows = 0
 
     def draft(self) -> Delivery | None:
-        """Drafts the next batch, if one was delivered before; to be called before a commit.
+        """The draft of the next batch, if one was delivered before. To be called before a commit.
 
-        The draft is what ``deal`` will return if nothing is committed.
+        It is what ``deal`` will return if nothing is committed until then.
         """
-        if self._drafting and len(self._hosts) > 1:
-            directory = self._directory
-            positions = self._draws.positions(self.batch, directory.size)
-            indices, holders = directory.indices(positions), directory.holders(positions)
-            learners = route(self._routing, holders, self._hosts, self._batch_rows)
-            delivery = self._delivery(indices, learners, holders)
-            self._draft = _Draft(learners, indices, directory.end, delivery)
-        self._drafting = False
-        return self._draft.delivery if self._draft is not None else None
+        if self._delivered and len(self._hosts) > 1:
+            self._draft = self._known()
+        self._delivered = False
+        return self._draft
 
     def deal(self) -> Delivery:
         """The next batch, over the rows that the directory now holds (at least one)."""
-        self._drafting = True
-        if len(self._hosts) == 1:
-            return self._deal_alone()
-        directory, draft = self._directory, self._draft
-        self._draft = None
-        if draft is not None and draft.end == directory.end:
-            self.batch += 1
-            return draft.delivery
-        positions = self._draws.positions(self.batch, directory.size)
-        self.batch += 1
-        indices, holders = directory.indices(positions), directory.holders(positions)
-        if draft is None:
-            learners = route(self._routing, holders, self._hosts, self._batch_rows)
+        draft, self._draft = self._draft, None
+        if draft is None or draft.ahead.end == self._directory.end:
+            delivery = self._known()
         else:
-            learners = draft.learners
-            self.late_rows += int(np.count_nonzero(draft.indices != indices))
-        return self._delivery(indices, learners, holders)
-
-    def _delivery(self, indices: NDArray[np.int64], learners: Ranks, holders: Ranks) -> Delivery:
-        moves = transfers(learners, holders, self._rank, len(self._hosts))
-        return Delivery(
-            indices=indices[moves.mine], send=indices[moves.send], transfers=moves
-        )
-
-    def _deal_alone(self) -> Delivery:
-        """The next batch in a world of one. While nothing is committed, many are made at once."""
-        directory = self._directory
-        row = self.batch - self._first
-        if directory.end != self._end or row >= len(self._indices):
-            positions = self._draws.ahead(self.batch, directory.size)
-            count = 2 * len(self._indices) if directory.end == self._end else 1
-            self._indices = directory.indices(positions[:count])
-            self._first, self._end, row = self.batch, directory.end, 0
+            assert draft.ahead.learners is not None and draft.ahead.drawn is not None
+            learners = draft.ahead.learners[draft.row : draft.row + 1]
+            delivery = Delivery(self._plan(1, learners), 0)
+            drawn, drafted = delivery.ahead.drawn, draft.ahead.drawn[draft.row]
+            self.late_rows += int(np.count_nonzero(drawn != drafted))
+        self._delivered = True
         self.batch += 1
-        return Delivery(self._indices[row], self._indices, row)
+        return delivery
 
     def clear(self) -> None:
         """Forgets the draft, because the rows it names are gone."""
-        self._drafting, self._draft = False, None
+        self._delivered, self._draft = False, None
+
+    def _known(self) -> Delivery:
+        """The next batch over the present rows. While nothing is committed, the longer the more
+        batches are planned at once."""
+        ahead = self._ahead
+        row = self.batch - ahead.first
+        if ahead.end != self._directory.end or row >= len(ahead.indices):
+            same = ahead.end == self._directory.end
+            ahead = self._ahead = self._plan(2 * len(ahead.indices) if same else 1)
+            row = 0
+        return Delivery(ahead, row)
+
+    def _plan(self, most: int, learners: Ranks | None = None) -> Ahead:
+        """Up to ``most`` batches from the next one on, routed unless ``learners`` are given."""
+        directory = self._directory
+        positions = self._draws.ahead(self.batch, directory.size)[:most]
+        indices = directory.indices(positions)
+        if len(self._hosts) == 1:
+            return Ahead(self.batch, directory.end, indices)
+        holders = directory.holders(positions)
+        if learners is None:
+            learners = route(self._routing, holders, self._hosts, self._batch_rows)
+        moves = transfers(learners, holders, self._rank, len(self._hosts))
+        drawn = indices.reshape(-1)
+        return Ahead(
+            self.batch, directory.end, drawn[moves.mine], drawn[moves.send], moves, learners,
+            indices,
+        )

@@ -8,9 +8,10 @@ of one chunk and the ``flush()`` that commits it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +21,7 @@ from conduit.tiers.memory import available_bytes
 from conduit.tools.arguments import UsageError, at_least, comma_list
 from conduit.tools.bench.floor import Floor, packed
 from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerError, chosen_peers
-from conduit.tools.bench.timing import Call, Series, interleaved
+from conduit.tools.bench.timing import Call, Contender, Series, interleaved
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
 from conduit.tools.job import Job
@@ -35,8 +36,9 @@ _SEED = 0
 
 COLUMNS = (
     Column(key="operation"), Column(key="batch", form=",", title="rows"),
-    Column(key="us", form=",.1f"), Column(key="us_p99", form=",.1f"),
-    Column(key="floor_us", form=",.1f"), Column(key="vs_floor", form=".2f"),
+    Column(key="us", form=",.1f"), Column(key="us_after_extend", form=",.1f", title="committing"),
+    Column(key="us_p99", form=",.1f", title="p99"), Column(key="floor_us", form=",.1f"),
+    Column(key="vs_floor", form=".2f"),
     Column(key="peer"), Column(key="peer_us", form=",.1f"), Column(key="vs_peer", form=".3f"),
 )
 
@@ -56,7 +58,10 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the results; ``batch`` is the length of the chunk where rows are extended."""
+    """One line of the results; ``batch`` is the length of the chunk where rows are extended.
+
+    ``us_after_extend`` is a sample that also commits the 64 rows which were extended before it.
+    """
 
     schema: str
     sampler: str
@@ -70,6 +75,7 @@ class Row:
     vs_peer: float | None
     us_mean: float
     us_p99: float
+    us_after_extend: float | None
     floor_us_mean: float
     peer_us_mean: float | None
     peer_version: str | None
@@ -114,7 +120,8 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
             "below 1 is faster",
             "floor: one index_select of packed rows into a block that is there (sample), or one "
             "copy_ (extend)",
-            "sample: batches are strided views on packed rows; extend: with the commit",
+            "sample: batches are strided views on packed rows; committing: a sample after 64 rows "
+            "were extended; extend: with the commit",
             *notes,
         ])
         results = []
@@ -186,10 +193,12 @@ def _measure(
     ) as plane:
         _fill(plane, peers, pool, rows)
         versions = {name: peer.version for name, peer in peers.items()}
+        some = [chunk[: min(CHUNK_ROWS)].clone() for chunk in pool]
         results = _rows(options, batch, "sample", versions, _race(
             options, f"sample {batch}", report,
             {"conduit": plane.sample, "floor": floor.gather(batch, seed=_SEED),
              **{name: peer.sample for name, peer in peers.items()}},
+            committing=Contender(call=plane.sample, before=_cycling(plane.extend, some)),
         ))
         for count in chunk_rows:
             chunks = [chunk[:count].clone() for chunk in pool]
@@ -197,7 +206,8 @@ def _measure(
                 options, f"extend {count}", report,
                 {"conduit": _extend_and_commit(plane, chunks),
                  "floor": floor.write([block[:count].clone() for block in blocks]),
-                 **{name: _extend(peer, chunks) for name, peer in peers.items()}},
+                 **{name: _cycling(peer.extend, [peer.converted(chunk) for chunk in chunks])
+                    for name, peer in peers.items()}},
             ))
     return results
 
@@ -216,25 +226,26 @@ def _fill(
 
 
 def _race(
-    options: Options, what: str, report: Reporter, contenders: dict[str, Call]
+    options: Options, what: str, report: Reporter, calls: dict[str, Call], **others: Contender
 ) -> dict[str, Series]:
-    return interleaved(contenders, rounds=options.rounds, round_ms=options.round_ms,
+    contenders = {name: Contender(call=call) for name, call in calls.items()}
+    return interleaved(contenders | others, rounds=options.rounds, round_ms=options.round_ms,
                        progress=report.progress, what=what)
 
 
-def _extend_and_commit(plane: ExperiencePlane, chunks: Sequence[TensorDict]) -> Call:
+def _cycling(extend: Callable[[Any], object], chunks: Sequence[Any]) -> Call:
     turn = cycle(chunks)
+    return lambda: extend(next(turn))
+
+
+def _extend_and_commit(plane: ExperiencePlane, chunks: Sequence[TensorDict]) -> Call:
+    extend = _cycling(plane.extend, chunks)
 
     def call() -> None:
-        plane.extend(next(turn))
+        extend()
         plane.flush()
 
     return call
-
-
-def _extend(peer: LocalPeer, chunks: Sequence[TensorDict]) -> Call:
-    turn = cycle([peer.converted(chunk) for chunk in chunks])
-    return lambda: peer.extend(next(turn))
 
 
 def _rows(
@@ -242,7 +253,7 @@ def _rows(
     series: dict[str, Series],
 ) -> list[Row]:
     """One row for each peer, or one without a peer."""
-    ours, floor = series["conduit"], series["floor"]
+    ours, floor, committing = series["conduit"], series["floor"], series.get("committing")
     results = []
     names: list[str | None] = [*versions] or [None]
     for name in names:
@@ -254,6 +265,7 @@ def _rows(
             peer_us=round(theirs.us, 3) if theirs else None,
             vs_peer=round(ours.over(theirs), 4) if theirs else None,
             us_mean=round(ours.mean_us, 3), us_p99=round(ours.p99_us, 3),
+            us_after_extend=round(committing.us, 3) if committing else None,
             floor_us_mean=round(floor.mean_us, 3),
             peer_us_mean=round(theirs.mean_us, 3) if theirs else None,
             peer_version=versions[name] if name else None,

@@ -18,7 +18,7 @@ from statistics import fmean, median
 
 from conduit.tools.output import Progress
 
-__all__ = ["Series", "interleaved", "undisturbed"]
+__all__ = ["Call", "Contender", "Series", "interleaved", "undisturbed"]
 
 Call = Callable[[], object]
 
@@ -58,16 +58,24 @@ class Series:
         return median(mine / theirs for mine, theirs in pairs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """``call`` is timed; ``before`` comes before each call and is not."""
+
+    call: Call
+    before: Call | None = None
+
+
 def interleaved(
-    contenders: Mapping[str, Call], *, rounds: int, round_ms: float, progress: Progress,
+    contenders: Mapping[str, Contender], *, rounds: int, round_ms: float, progress: Progress,
     what: str,
 ) -> dict[str, Series]:
     """Times all contenders in each of ``rounds`` rounds, about ``round_ms`` each."""
     with undisturbed():
         calls = {}
-        for name, call in contenders.items():
+        for name, contender in contenders.items():
             progress(f"{what}: warming up {name}")
-            calls[name] = _warm_up(call, round_ms)
+            calls[name] = _warm_up(contender, round_ms)
         names = list(contenders)
         times: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
         for number in range(rounds):
@@ -94,25 +102,27 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _warm_up(call: Call, round_ms: float) -> int:
+def _warm_up(contender: Contender, round_ms: float) -> int:
     """Calls until the contender is in its stride; returns how many calls make a round."""
     taken: list[float] = []
     while len(taken) < _FEWEST_CALLS or sum(taken) < min(_WARM_UP_MS, 10 * round_ms) * 1e3:
-        taken += _timed(call, _FEWEST_CALLS)
+        taken += _timed(contender, _FEWEST_CALLS)
     return min(max(int(round_ms * 1e3 / median(taken)), _FEWEST_CALLS), _MOST_CALLS)
 
 
-def _timed(call: Call, calls: int) -> tuple[float, ...]:
+def _timed(contender: Contender, calls: int) -> tuple[float, ...]:
     """Microseconds of each of ``calls`` calls, after one that is not counted.
 
     As in a loop, the result of a call is held until the next one is there, and giving it up counts.
     """
-    clock = time.perf_counter_ns
+    clock, call, before = time.perf_counter_ns, contender.call, contender.before
     times: list[float] = []
-    kept = call()
-    for _ in range(calls):
+    kept: object = None
+    for _ in range(calls + 1):
+        if before is not None:
+            before()
         begun = clock()
         kept = call()
         times.append((clock() - begun) / 1e3)
     del kept
-    return tuple(times)
+    return tuple(times[1:])
