@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -21,17 +23,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from conduit.errors import SchemaError
+from conduit.rows import Key, Rows, as_tensor, flat_rows, nested, public
 
 __all__ = ["BlockViews", "Field", "Key", "Records", "RowLayout", "Rows", "Schema"]
 
-Key: TypeAlias = tuple[str, ...]
-Rows: TypeAlias = Mapping[Any, Any] | TensorDictBase
 Records: TypeAlias = NDArray[np.void] | Tensor
 
 ROW_ALIGNMENT_BYTES = 16
 """Rows start on multiples of the widest dtype, which is also what CUDA vector loads want."""
 
 CACHE_LINE_BYTES = 64
+
+_NARROW_BYTES = 1_024
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _PLAIN = (
@@ -47,11 +50,6 @@ RESERVED = frozenset({"index", "loss_scale", "loss_weight", "priority_weight"})
 """Top-level keys that the plane itself writes into a batch."""
 
 
-def _public(key: Key) -> str | Key:
-    """The key as people write it: ``"reward"``, or ``("next", "reward")`` when nested."""
-    return key[0] if len(key) == 1 else key
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
     """One field of a row: its nested key, dtype and shape (without the batch dimension)."""
@@ -62,7 +60,7 @@ class Field:
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -81,29 +79,16 @@ class Schema:
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", tuple(sorted(self.fields, key=lambda f: f.key)))
         if not self.fields:
             raise SchemaError("a schema needs at least one field", cure="Give an example row")
-        keys = [field.key for field in self.fields]
         for field in self.fields:
-            if not field.key or not all(isinstance(part, str) and part for part in field.key):
-                raise SchemaError(
-                    "keys are strings or tuples of strings", field=field.key, got=field.key,
-                    expected="a key such as 'reward' or ('next', 'reward')",
-                )
-            if field.key[0] in RESERVED:
-                raise SchemaError(
-                    "this key is written by the plane", field=_public(field.key),
-                    cure="Rename the field",
-                )
-            if field.dtype not in _NAMES:
-                raise SchemaError(
-                    "this dtype cannot be stored", field=_public(field.key),
-                    expected="one of " + ", ".join(DTYPES), got=field.dtype,
-                )
-            prefixes = {key[: len(field.key)] for key in keys if key != field.key}
-            if keys.count(field.key) > 1 or field.key in prefixes:
-                raise SchemaError("this key is used more than once", field=_public(field.key))
+            _check_field(field)
+        fields = sorted(self.fields, key=lambda field: field.key)
+        for field, following in pairwise(fields):
+            # In the order of keys, what repeats or continues a key comes right after it.
+            if following.key[: len(field.key)] == field.key:
+                raise SchemaError("this key is used more than once", field=public(field.key))
+        object.__setattr__(self, "fields", tuple(fields))
 
     @classmethod
     def from_example(cls, example: Rows, *, batch_dims: int | None = None) -> Schema:
@@ -117,11 +102,11 @@ class Schema:
         if batch_dims is None:
             batch_dims = example.batch_dims if isinstance(example, TensorDictBase) else 0
         fields = []
-        for key, value in _leaves(example):
-            tensor = _as_tensor(key, value)
+        for key, value in flat_rows(example).items():
+            tensor = as_tensor(key, value)
             if tensor.dim() < batch_dims:
                 raise SchemaError(
-                    "too few dimensions", field=_public(key),
+                    "too few dimensions", field=public(key),
                     expected=f"{batch_dims} batch dimensions", got=tuple(tensor.shape),
                 )
             shape = tuple(tensor.shape[batch_dims:])
@@ -131,7 +116,7 @@ class Schema:
     @property
     def keys(self) -> list[str | Key]:
         """The fields' keys, as ``TensorDict.select`` takes them."""
-        return [_public(field.key) for field in self.fields]
+        return [public(field.key) for field in self.fields]
 
     @cached_property
     def description(self) -> str:
@@ -143,20 +128,21 @@ class Schema:
     def from_description(cls, text: str) -> Schema:
         """The schema that ``description`` describes; SchemaError if the text is not one."""
         try:
-            rows = json.loads(text)
-            return cls(tuple(
-                Field(key=tuple(key), dtype=DTYPES[name], shape=tuple(int(n) for n in shape))
-                for key, name, shape in rows
-            ))
-        except (ValueError, KeyError, TypeError) as error:
+            fields = []
+            for key, name, shape in json.loads(text):
+                if not (isinstance(key, list) and all(_is_size(n) for n in shape)):
+                    raise ValueError(key, shape)
+                fields.append(Field(key=tuple(key), dtype=DTYPES[name], shape=tuple(shape)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SchemaError("not a schema description", got=text[:80]) from error
+        return cls(tuple(fields))
 
     @property
     def field_texts(self) -> dict[str, str]:
         """Each field's key and what it holds, for people: ``{"('next', 'reward')": "float32[1]"}``.
         """
         return {
-            repr(_public(f.key)): f"{_NAMES[f.dtype]}{list(f.shape)}" for f in self.fields
+            repr(public(f.key)): f"{_NAMES[f.dtype]}{list(f.shape)}" for f in self.fields
         }
 
     @cached_property
@@ -166,33 +152,26 @@ class Schema:
         return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _leaves(node: Rows, prefix: Key = ()) -> Iterable[tuple[Key, Any]]:
-    for key in node.keys():  # noqa: SIM118 - iterating a TensorDict yields rows, not keys
-        value = node.get(key)
-        path = prefix + (key if isinstance(key, tuple) else (key,))
-        if isinstance(value, (Mapping, TensorDictBase)):
-            yield from _leaves(value, path)
-        else:
-            yield path, value
+def _check_field(field: Field) -> None:
+    key = field.key
+    if not key or not all(isinstance(part, str) and part for part in key):
+        raise SchemaError(
+            "keys are strings or tuples of strings", field=key, got=key,
+            expected="a key such as 'reward' or ('next', 'reward')",
+        )
+    if key[0] in RESERVED:
+        raise SchemaError(
+            "this key is written by the plane", field=public(key), cure="Rename the field"
+        )
+    if field.dtype not in _NAMES:
+        raise SchemaError(
+            "this dtype cannot be stored", field=public(key),
+            expected="one of " + ", ".join(DTYPES), got=field.dtype,
+        )
 
 
-def _as_tensor(key: Key, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_nested:
-            raise SchemaError(
-                "only dense tensors can be stored", field=_public(key),
-                expected="a strided tensor", got=f"a {value.layout} tensor",
-            )
-        return value
-    if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
-        array = np.asarray(value)
-        if array.dtype.kind in "biufc":
-            return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
-    raise SchemaError(
-        "only tensors can be stored", field=_public(key), expected="a tensor",
-        got=type(value).__name__,
-        cure="Encode it as a fixed-size tensor, or leave it out of the rows",
-    )
+def _is_size(number: object) -> bool:
+    return type(number) is int and number >= 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +206,7 @@ class RowLayout:
         self.columns: tuple[Column, ...] = tuple(columns)
         self.row_bytes = _row_bytes(offset)
         self._expected = [(column.field.dtype, column.field.shape) for column in columns]
-        self.tree = _tree({column.field.key: i for i, column in enumerate(columns)})
+        self.tree = nested({column.field.key: i for i, column in enumerate(columns)})
 
     def block(self, rows: int, device: torch.device | None = None) -> Tensor:
         """Uninitialised packed rows: uint8 ``[rows, row_bytes]``."""
@@ -252,8 +231,7 @@ class RowLayout:
 
     def tensordict(self, block: Tensor) -> TensorDict:
         """The rows of ``block`` as a TensorDict of views."""
-        nested = _tree(self.views(block))
-        return TensorDict(nested, batch_size=[block.shape[0]])
+        return TensorDict(nested(self.views(block)), batch_size=[len(block)])
 
     def check(self, rows: Rows) -> tuple[int, list[Tensor]]:
         """The number of rows and the fields' tensors in column order, or SchemaError.
@@ -262,28 +240,76 @@ class RowLayout:
         dtype with one and the same n.
         """
         values: list[Any] = [None] * len(self.columns)
-        if isinstance(rows, TensorDictBase) or all(type(key) is str for key in rows):
-            self._collect(rows, self.tree, (), values)
-        else:
-            self._collect(_tree(dict(_leaves(rows))), self.tree, (), values)
+        if not (isinstance(rows, (Mapping, TensorDictBase)) and self._found(rows, values)):
+            self._search(flat_rows(rows), values)
         for i, value in enumerate(values):
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
-                values[i] = _as_tensor(self.columns[i].field.key, value)
-        shape = values[0].shape
-        n = shape[0] if len(shape) else -1
-        for i, (dtype, row_shape) in enumerate(self._expected):
-            value = values[i]
-            if value.dtype is not dtype or value.shape != (n, *row_shape) or value.is_meta:
-                self._refuse(self.columns[i].field, value, n)
+                values[i] = as_tensor(self.columns[i].field.key, value)
+        try:
+            shape = values[0].shape
+            n = shape[0] if len(shape) else -1
+            for i, (dtype, row_shape) in enumerate(self._expected):
+                value = values[i]
+                if value.dtype is not dtype or value.shape != (n, *row_shape) or value.is_meta:
+                    self._refuse(self.columns[i].field, value, n)
+        except RuntimeError:
+            # Torch refuses to tell the shape of a nested tensor: say which field it is.
+            for column, value in zip(self.columns, values, strict=True):
+                as_tensor(column.field.key, value)
+            raise
         return n, values
 
+    def _found(self, rows: Rows, values: list[Any]) -> bool:
+        """Fills in ``values`` if ``rows`` are nested just as the schema is: the usual case."""
+        pending: list[tuple[Any, Mapping[str, Any]]] = [(rows, self.tree)]
+        for node, tree in pending:
+            items = dict(node.items())
+            if len(items) != len(tree):
+                return False
+            for name, sub in tree.items():
+                value = items.get(name)
+                if type(sub) is int:
+                    values[sub] = value
+                elif isinstance(value, (Mapping, TensorDictBase)):
+                    pending.append((value, sub))
+                else:
+                    return False
+                if value is None:
+                    return False
+        return True
+
+    def _search(self, rows: Mapping[Key, Any], values: list[Any]) -> None:
+        """Fills in ``values`` from the leaves of ``rows``, or says what is wrong with their keys.
+        """
+        known = {column.field.key: i for i, column in enumerate(self.columns)}
+        got = [public(key) for key in rows]
+        nested(rows)
+        for key in known:
+            leaf = next((key[:i] for i in range(1, len(key)) if key[:i] in rows), None)
+            if leaf is not None:
+                raise SchemaError(
+                    "nested fields expected", field=public(leaf),
+                    expected=f"a mapping with {key[len(leaf)]!r}", got=type(rows[leaf]).__name__,
+                )
+            if rows.get(key) is None:
+                raise SchemaError(
+                    "missing field", field=public(key), expected=self.schema.keys, got=got
+                )
+        for key, value in rows.items():
+            if key not in known:
+                raise SchemaError(
+                    "unknown field", field=public(key), expected=self.schema.keys, got=got,
+                    cure="Leave it out, for a TensorDict with .select(*plane.schema.keys)",
+                )
+            values[known[key]] = value
+
     def _refuse(self, field: Field, value: Tensor, n: int) -> NoReturn:
-        key, shape = _public(field.key), tuple(value.shape)
+        key, shape = public(field.key), tuple(value.shape)
         if len(shape) > 0 and shape[1:] == field.shape and shape[0] != n and n >= 0:
             first = self.columns[0].field
             raise SchemaError(
                 "ragged rows", field=key, got=f"{shape[0]} rows",
-                expected=f"{n} rows, as in field {_public(first.key)!r}",
+                expected=f"{n} rows, as in field {public(first.key)!r}",
             )
         if shape != (n, *field.shape):
             raise SchemaError(
@@ -303,32 +329,7 @@ class RowLayout:
 
     def one_row(self, row: Rows) -> dict[Key, Tensor]:
         """``row`` (tensors ``[*shape]``) as a batch of one, to be checked like any other."""
-        return {key: _as_tensor(key, value).unsqueeze(0) for key, value in _leaves(row)}
-
-    def _collect(self, node: Rows, tree: Mapping[str, Any], path: Key, out: list[Any]) -> None:
-        items = dict(node.items())
-        for name, sub in tree.items():
-            value = items.get(name)
-            if value is None:
-                raise SchemaError(
-                    "missing field", field=_public((*path, name)), expected=self.schema.keys,
-                    got=list(items),
-                )
-            if type(sub) is int:
-                out[sub] = value
-            elif isinstance(value, (Mapping, TensorDictBase)):
-                self._collect(value, sub, (*path, name), out)
-            else:
-                raise SchemaError(
-                    "nested fields expected", field=_public((*path, name)),
-                    expected=f"a mapping with {list(sub)}", got=type(value).__name__,
-                )
-        if len(items) != len(tree):
-            extra = sorted(str(key) for key in items if key not in tree)
-            raise SchemaError(
-                "unknown fields", field=_public((*path, extra[0])), expected=self.schema.keys,
-                got=extra, cure="Leave them out, for a TensorDict with .select(*plane.schema.keys)",
-            )
+        return {key: as_tensor(key, value).unsqueeze(0) for key, value in flat_rows(row).items()}
 
     def pack(self, values: Sequence[Tensor], out: Tensor) -> None:
         """Copies checked ``values`` (column order, each ``[n, *shape]``) into ``out``.
@@ -374,14 +375,24 @@ class BlockViews:
 
     def write(self, values: Sequence[Tensor], start: int, stop: int) -> None:
         """Copies ``values`` (column order, ``[stop - start, *shape]``) into rows start to stop."""
-        views: list[Tensor] = []
+        flat = list(values)
+        for i, shape in self._reshaped:
+            flat[i] = flat[i].reshape(stop - start, math.prod(shape))
+        at = 0
         with torch.no_grad():
             for base, sizes in self._groups:
-                views += base[start:stop].split_with_sizes(sizes, 1)
-            for i, shape in self._reshaped:
-                views[i] = views[i].view(stop - start, *shape)
-            for view, value in zip(views, values, strict=True):
-                view.copy_(value)
+                out, fields = base[start:stop], flat[at : at + len(sizes)]
+                at += len(sizes)
+                if out.shape[1] * out.itemsize <= _NARROW_BYTES and _same_device(fields):
+                    # Joined first, small fields cross to the cold rows in one pass, not in many.
+                    out.copy_(torch.cat(fields, 1))
+                    continue
+                for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
+                    view.copy_(field)
+
+
+def _same_device(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.device for tensor in tensors}) == 1
 
 
 def _row_bytes(payload_bytes: int) -> int:
@@ -390,13 +401,3 @@ def _row_bytes(payload_bytes: int) -> int:
 
     narrow, wide = rounded(ROW_ALIGNMENT_BYTES), rounded(CACHE_LINE_BYTES)
     return wide if 8 * wide <= 9 * narrow else narrow
-
-
-def _tree(flat: Mapping[Key, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        node = tree
-        for part in key[:-1]:
-            node = node.setdefault(part, {})
-        node[key[-1]] = value
-    return tree
