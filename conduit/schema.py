@@ -34,7 +34,8 @@ ROW_ALIGNMENT_BYTES = 16
 
 CACHE_LINE_BYTES = 64
 
-_NARROW_BYTES = 1_024
+_JOINT_BYTES = 1 << 20
+"""Up to this many bytes, fields of one dtype are joined before they are written."""
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _PLAIN = (
@@ -375,24 +376,23 @@ class BlockViews:
 
     def write(self, values: Sequence[Tensor], start: int, stop: int) -> None:
         """Copies ``values`` (column order, ``[stop - start, *shape]``) into rows start to stop."""
-        flat = list(values)
+        flat, rows = list(values), stop - start
         for i, shape in self._reshaped:
-            flat[i] = flat[i].reshape(stop - start, math.prod(shape))
+            flat[i] = flat[i].reshape(rows, math.prod(shape))
         at = 0
         with torch.no_grad():
             for base, sizes in self._groups:
                 out, fields = base[start:stop], flat[at : at + len(sizes)]
                 at += len(sizes)
-                if out.shape[1] * out.itemsize <= _NARROW_BYTES and _same_device(fields):
+                if len(sizes) > 1 and out.numel() * out.itemsize <= _JOINT_BYTES:
                     # Joined first, small fields cross to the cold rows in one pass, not in many.
-                    out.copy_(torch.cat(fields, 1))
-                    continue
+                    try:
+                        out.copy_(torch.cat(fields, 1))
+                        continue
+                    except RuntimeError:
+                        pass  # fields on several devices: one by one
                 for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
                     view.copy_(field)
-
-
-def _same_device(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.device for tensor in tensors}) == 1
 
 
 def _row_bytes(payload_bytes: int) -> int:
