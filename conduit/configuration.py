@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,15 +56,9 @@ class Configuration:
                 "unknown routing", rank=rank, got=repr(routing),
                 expected=" or ".join(map(repr, ROUTINGS)),
             )
-        for argument, value, least in (
-            ("batch_size", batch_size, 1), ("min_size", min_size, 0),
-            ("max_staleness", max_staleness, 0),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise WorldError(
-                    f"{argument} is out of range", rank=rank,
-                    expected=f"an integer of at least {least}", got=repr(value),
-                )
+        batch_size = _integer("batch_size", batch_size, least=1, rank=rank)
+        min_size = _integer("min_size", min_size, least=0, rank=rank)
+        max_staleness = _integer("max_staleness", max_staleness, least=0, rank=rank)
         schema = example if isinstance(example, Schema) else Schema.from_example(example)
         layout = RowLayout(schema)
         rows = _rows(capacity, layout.row_bytes)
@@ -91,16 +86,31 @@ class Configuration:
         }
 
 
+def _integer(argument: str, value: Any, *, least: int, rank: int) -> int:
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise WorldError(
+            f"{argument} is out of range", rank=rank,
+            expected=f"an integer of at least {least}", got=repr(value),
+        )
+    return int(value)
+
+
 def chosen_device(device: torch.device | str | None) -> torch.device:
     """The device to use: CPU unless told otherwise; CUDA always with its number."""
-    chosen = torch.device(device if device is not None else "cpu")
+    try:
+        chosen = torch.device(device if device is not None else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise WorldError("this is no device", expected="cpu or cuda", got=repr(device)) from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise WorldError("rows cannot lie on this device", expected="cpu or cuda", got=chosen)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise WorldError("rows cannot lie on this device", expected="cpu", got=chosen,
+                         cure="This process sees no GPU that torch can use")
     if chosen.type == "cuda" and chosen.index is None:
         # Under torchrun each rank has a GPU of its own, unless it was shown only that one.
         index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
         in_range = index < torch.cuda.device_count()
         chosen = torch.device("cuda", index if in_range else torch.cuda.current_device())
-    if chosen.type not in ("cpu", "cuda"):
-        raise WorldError("rows cannot lie on this device", expected="cpu or cuda", got=chosen)
     return chosen
 
 
@@ -108,19 +118,19 @@ def _rows(capacity: int | str, row_bytes: int) -> int:
     """``capacity`` in rows: an integer is rows, a string such as "64GB" or "512MiB" bytes."""
     rows = capacity
     if isinstance(capacity, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", capacity.upper())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B\s*", capacity.upper())
         if not found:
             raise CapacityError(
                 "capacity is not understood", got=repr(capacity),
                 expected="rows as an integer, or bytes such as '64GB'",
             )
         rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
-    if not isinstance(rows, int) or rows < 1:
+    if not isinstance(rows, (int, np.integer)) or rows < 1:
         raise CapacityError(
             "capacity holds no row", got=repr(capacity),
             expected=f"at least 1 row ({row_bytes} bytes)",
         )
-    return rows
+    return int(rows)
 
 
 def _hash(value: object) -> int:

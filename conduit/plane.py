@@ -94,7 +94,7 @@ class ExperiencePlane:
         world = World.join(device=chosen_device(device), timeout=timeout, group=group)
         self._world = world
         fingerprint = dict.fromkeys(FINGERPRINT, 0)
-        problem: ConduitError | None = None
+        problem: Exception | None = None
         # A rank whose arguments are bad still takes part in the first exchange, so that the others
         # learn of it there instead of waiting for it.
         try:
@@ -107,23 +107,22 @@ class ExperiencePlane:
             fingerprint = configuration.fingerprint()
             self._shard = _shard(configuration, world)
             self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
-        except ConduitError as error:
+        except Exception as error:  # a policy of the user's can raise anything
             problem = error
         self._control = Control(world, fingerprint)
         try:
             self._agree_to_begin(problem)
-        except ConduitError as error:
-            self._failure = error
+        except Exception:
             world.close()
             raise
         self._counters = Counters()
         self._exchange = RowExchange(world, self._layout.row_bytes)
-        self._slabs = SlabPool(self._layout, batch_size, world.device)
+        self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
         self._replay = Replay(
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
-            batch_rows=batch_size,
+            batch_rows=configuration.batch_size,
             draws=UniformDraws(
-                seed=seed, name=name, global_rows=batch_size * world.size,
+                seed=seed, name=name, global_rows=configuration.batch_size * world.size,
                 capacity=configuration.capacity,
             ),
         )
@@ -134,7 +133,9 @@ class ExperiencePlane:
         )
         self._deliveries = Deliveries(
             replay=self._replay, shard=self._shard, exchange=self._exchange, slabs=self._slabs,
-            batches=BatchMaker(self._layout.tree, rows=batch_size, device=world.device),
+            batches=BatchMaker(
+                self._layout.tree, rows=configuration.batch_size, device=world.device
+            ),
             counters=self._counters, device=world.device,
         )
 
@@ -296,7 +297,7 @@ class ExperiencePlane:
 
     # ------------------------------------------------------------------- internals
 
-    def _agree_to_begin(self, problem: ConduitError | None) -> None:
+    def _agree_to_begin(self, problem: Exception | None) -> None:
         """The first exchange: all ranks could make their part, from equal arguments."""
         world = self._world
         if world.size == 1:
@@ -389,7 +390,7 @@ class ExperiencePlane:
     def _free(self) -> None:
         self._closed = True
         self._slabs.clear()
-        self._shard.tier.close()
+        self._shard.close()
         self._world.close()
 
 

@@ -210,8 +210,12 @@ class RowLayout:
         self.tree = nested({column.field.key: i for i, column in enumerate(columns)})
 
     def block(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """Uninitialised packed rows: uint8 ``[rows, row_bytes]``."""
-        return torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
+        """Uninitialised packed rows on ``device``, by default the CPU: uint8 ``[rows, row_bytes]``.
+        """
+        # Outlives the mode it is made in: in inference mode it could never be trained on.
+        with torch.inference_mode(False):
+            device = device or torch.device("cpu")
+            return torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
 
     def records(self, block: Tensor) -> Records:
         """``block`` as gathers see it: opaque numpy records ``[n]`` on the CPU, else itself.
@@ -360,9 +364,11 @@ class BlockViews:
             if len(field.shape) != 1:
                 self._reshaped.append((i, field.shape))
         self._groups: list[tuple[Tensor, list[int]]] = []
-        for dtype, fields in groups.items():
-            sizes = [field.numel for field in fields]
-            self._groups.append((block.view(dtype).narrow(1, starts[dtype], sum(sizes)), sizes))
+        with torch.inference_mode(False):
+            for dtype, fields in groups.items():
+                sizes = [field.numel for field in fields]
+                columns = block.view(dtype).narrow(1, starts[dtype], sum(sizes))
+                self._groups.append((columns, sizes))
         self._rows = len(block)
 
     def fresh(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ Either way the plane is finished: a Gloo group is dead after a timeout.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -61,9 +61,9 @@ class Control:
     def __init__(self, world: World, fingerprint: dict[str, int]) -> None:
         self._world = world
         self.number = 0
-        record = torch.zeros(world.size, len(FIELDS), dtype=torch.int64)
-        self._sent, self._received = record, torch.zeros_like(record)
-        self._out, self._in = record.numpy(), self._received.numpy()
+        self._out = np.zeros((world.size, len(FIELDS)), dtype=np.int64)
+        self._in = np.zeros_like(self._out)
+        self._sent, self._received = torch.from_numpy(self._out), torch.from_numpy(self._in)
         self._out[:, :_OPERATION] = (FORMAT, *(fingerprint[name] for name in FINGERPRINT))
 
     def exchange(
@@ -152,17 +152,20 @@ class Control:
         """Every rank's ``text``. Collective; for error messages, not for the hot path."""
         world = self._world
         data = text.encode()
-        lengths = torch.empty(world.size, dtype=torch.int64)
-        mine = torch.full((world.size,), len(data), dtype=torch.int64)
-        dist.all_to_all_single(lengths, mine, group=world.control)
-        width = int(lengths.max())
-        row = torch.zeros(width, dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        got = torch.empty(world.size, width, dtype=torch.uint8)
-        dist.all_to_all_single(got, row.repeat(world.size, 1), group=world.control)
-        return [
-            bytes(got[peer, : int(lengths[peer])].tolist()).decode() for peer in range(world.size)
-        ]
+        mine = np.full(world.size, len(data))
+        lengths = np.empty_like(mine)
+        self._all_to_all(lengths, mine)
+        width = max(int(lengths.max()), 1)
+        sent = np.zeros((world.size, width), dtype=np.uint8)
+        sent[:, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+        got = np.empty_like(sent)
+        self._all_to_all(got, sent)
+        return [got[peer, : lengths[peer]].tobytes().decode() for peer in range(world.size)]
+
+    def _all_to_all(self, out: NDArray[Any], sent: NDArray[Any]) -> None:
+        dist.all_to_all_single(
+            torch.from_numpy(out), torch.from_numpy(sent), group=self._world.control
+        )
 
 
 def _operation_name(code: int) -> str:

@@ -55,7 +55,7 @@ def raise_missing(world: World, call: str, cause: Exception) -> NoReturn:
 
 def _missing(world: World) -> tuple[list[int], list[int]]:
     """Ranks that are late, and ranks that are gone."""
-    note = torch.tensor([world.rank])
+    note = torch.tensor([world.rank], device="cpu")
     late: list[int] = []
     gone: list[int] = []
     waits: dict[int, tuple[torch.Tensor, dist.Work]] = {}

@@ -88,9 +88,11 @@ class World:
 
         control, watch = new_group("control", "gloo"), new_group("watch", "gloo")
         data = new_group("data", "nccl" if device.type == "cuda" else "gloo")
-        identities = torch.empty(size, dtype=torch.int64)
-        mine = torch.full((size,), _host_identity(), dtype=torch.int64)
-        dist.all_to_all_single(identities, mine, group=control)
+        identities = np.empty(size, dtype=np.int64)
+        mine = np.full(size, _host_identity())
+        dist.all_to_all_single(
+            torch.from_numpy(identities), torch.from_numpy(mine), group=control
+        )
         numbers: dict[int, int] = {}
         hosts = [numbers.setdefault(identity, len(numbers)) for identity in identities.tolist()]
         return cls(

@@ -35,9 +35,10 @@ class Ingestion:
         """Rows that each rank may stage."""
         if self.staging_rows is None:
             return max(1_024, -(-capacity // ranks) // 8)
-        if self.staging_rows < 1:
+        if not isinstance(self.staging_rows, int) or self.staging_rows < 1:
             raise CapacityError(
-                "staging_rows is too small", expected="at least 1", got=self.staging_rows
+                "staging_rows is out of range", expected="an integer of at least 1",
+                got=repr(self.staging_rows),
             )
         return self.staging_rows
 

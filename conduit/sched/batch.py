@@ -28,7 +28,6 @@ class BatchMaker:
     def __init__(self, tree: Mapping[str, Any], *, rows: int, device: torch.device) -> None:
         self._size, self._device = torch.Size([rows]), device
         self._plan = _plan(tree)
-        self._scales: dict[float, Any] = {}
         self._new: Callable[..., TensorDict]
         self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
 
@@ -39,12 +38,10 @@ class BatchMaker:
         fields = self._nest(self._plan, columns)
         tensor = torch.from_numpy(index)
         fields["index"] = tensor if self._device.type == "cpu" else tensor.to(self._device)
-        scale = self._scales.get(loss_scale)
-        if scale is None:
-            # Immutable, so batches share it.
-            scale = NonTensorData(loss_scale, batch_size=self._size, device=self._device)
-            self._scales[loss_scale] = scale
-        fields["loss_scale"] = scale
+        # A new one for every batch: its value can be set in place.
+        fields["loss_scale"] = NonTensorData(
+            loss_scale, batch_size=self._size, device=self._device
+        )
         return self._new(fields, batch_size=self._size, device=self._device)
 
     def _nest(self, plan: _Plan, columns: list[Tensor]) -> dict[str, Any]:
@@ -64,11 +61,11 @@ def _plan(tree: Mapping[str, Any]) -> _Plan:
 
 
 def _unsafe_works() -> bool:
-    fields: dict[Any, Any] = {"a": torch.zeros(2, 3)}
     size, device = torch.Size([2]), torch.device("cpu")
+    fields: dict[Any, Any] = {"a": torch.zeros(2, 3, device=device)}
     try:
         made = TensorDict._new_unsafe(dict(fields), batch_size=size, device=device)
         same = TensorDict(fields, batch_size=size, device=device)
         return bool((made == same).all()) and made.batch_size == same.batch_size
-    except (AttributeError, TypeError):
+    except Exception:  # whatever it is that an undocumented function does when it changes
         return False

@@ -37,11 +37,18 @@ class Slab:
         self.views = BlockViews(layout, self.block)
         self._storage = self.block.untyped_storage()
         self._pointer = self._storage._cdata
-        self._own_references = use_count(self._pointer)
+        self._place = self.block.data_ptr(), self._storage.nbytes()
+        self._own_references = use_count(self._pointer) if counts_are_reliable() else -1
 
     def is_free(self) -> bool:
-        """Whether nobody but the pool holds a view."""
-        return use_count(self._pointer) == self._own_references
+        """Whether nobody but the pool holds a view, and the memory is still where it was.
+
+        A batch's memory moves when the user shares it with other processes or resizes it.
+        """
+        return (
+            use_count(self._pointer) == self._own_references
+            and (self._storage.data_ptr(), self._storage.nbytes()) == self._place
+        )
 
 
 class SlabPool:
@@ -78,14 +85,17 @@ def use_count(storage_pointer: int) -> int:
 @functools.cache
 def counts_are_reliable() -> bool:
     """Self-test: does the reference count see each kind of view come and go?"""
-    if not hasattr(torch._C, "_storage_Use_Count"):
-        return False
-    block = torch.zeros(4, 16, dtype=torch.uint8)
+    with torch.inference_mode(False), torch.enable_grad():
+        return hasattr(torch._C, "_storage_Use_Count") and _every_view_counts()
+
+
+def _every_view_counts() -> bool:
+    block = torch.zeros(4, 16, dtype=torch.uint8, device="cpu")
     pointer = block.untyped_storage()._cdata
     own = use_count(pointer)
 
     def autograd() -> object:
-        weight = torch.ones(4, requires_grad=True)
+        weight = torch.ones(4, requires_grad=True, device="cpu")
         return (block.view(torch.float32) * weight).sum()
 
     makers = (

@@ -175,6 +175,12 @@ class Shard:
         self._runs.clear()
         self.staged = 0
 
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.tier.close()
+        self.inbox = self.tier.block
+        self._columns = BlockViews(self.layout, self.tier.block)
+
     def slots(self, indices: Index) -> Index:
         """Slots of rows held here, by logical index."""
         slots = self._runs.ordinals(indices, turned=self._base)
