@@ -390,15 +390,26 @@ class BlockViews:
             for base, sizes in self._groups:
                 out, fields = base[start:stop], flat[at : at + len(sizes)]
                 at += len(sizes)
-                if len(sizes) > 1 and out.numel() * out.itemsize <= _JOINT_BYTES:
+                if out.numel() * out.itemsize > _JOINT_BYTES:
+                    for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
+                        _copy_wide(view, field)
+                elif len({field.device for field in fields}) == 1:
                     # Joined first, small fields cross to the cold rows in one pass, not in many.
-                    try:
-                        out.copy_(torch.cat(fields, 1))
-                        continue
-                    except RuntimeError:
-                        pass  # fields on several devices: one by one
-                for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
-                    view.copy_(field)
+                    out.copy_(torch.cat(fields, 1) if len(fields) > 1 else fields[0])
+                else:
+                    for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
+                        view.copy_(field)
+
+
+def _copy_wide(out: Tensor, field: Tensor) -> None:
+    """``out.copy_(field)`` for large ``[rows, numel]``, where numpy's row by row memcpy is up to a
+    fifth faster than torch's strided copy."""
+    plain = field.is_contiguous() and not (field.is_conj() or field.is_neg())
+    if plain and out.device.type == field.device.type == "cpu":
+        field = field.detach()
+        np.copyto(out.view(torch.uint8).numpy(), field.view(torch.uint8).numpy())
+    else:
+        out.copy_(field)
 
 
 def _row_bytes(payload_bytes: int) -> int:
