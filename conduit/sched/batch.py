@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ class BatchMaker:
     def __init__(self, tree: Mapping[str, Any], *, rows: int, device: torch.device) -> None:
         self._size, self._device = torch.Size([rows]), device
         self._plan = _plan(tree)
+        self._scales: dict[float, NonTensorData] = {}
         self._new: Callable[..., TensorDict]
         self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
 
@@ -38,10 +40,12 @@ class BatchMaker:
         fields = self._nest(self._plan, columns)
         tensor = torch.from_numpy(index)
         fields["index"] = tensor if self._device.type == "cpu" else tensor.to(self._device)
-        # A new one for every batch: its value can be set in place.
-        fields["loss_scale"] = NonTensorData(
-            loss_scale, batch_size=self._size, device=self._device
-        )
+        scale = self._scales.get(loss_scale)
+        if scale is None:
+            scale = NonTensorData(loss_scale, batch_size=self._size, device=self._device)
+            self._scales[loss_scale] = scale
+        # A copy for every batch, since its value can be set in place; made anew it costs more.
+        fields["loss_scale"] = copy.copy(scale)
         return self._new(fields, batch_size=self._size, device=self._device)
 
     def _nest(self, plan: _Plan, columns: list[Tensor]) -> dict[str, Any]:
