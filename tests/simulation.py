@@ -1,0 +1,199 @@
+"""Several ranks in one process: every rank is a thread, and rows move through a list.
+
+A :class:`Simulation` stands in for ``torch.distributed``: planes made inside it join a world of as
+many ranks on as many hosts as the test likes, and all of the library above the collectives runs as
+it does on real ranks. (Real process groups are tested elsewhere.) Threads run in lock step at every
+collective call, so a test is as repeatable as a loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import conduit
+from conduit.collectives.world import World
+
+__all__ = ["Simulation"]
+
+T = TypeVar("T")
+
+_PATIENCE_S = 10.0
+
+
+class Hub:
+    """One process group: the calls that ranks made, until all have taken what came for them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._arrived = threading.Condition()
+        self._calls: dict[int, dict[int, list[Tensor]]] = {}
+        self._taken: dict[int, int] = {}
+        self._broken = False
+
+    def put(self, number: int, rank: int, pieces: list[Tensor]) -> None:
+        with self._arrived:
+            self._calls.setdefault(number, {})[rank] = pieces
+            self._arrived.notify_all()
+
+    def take(self, number: int, rank: int) -> list[Tensor]:
+        with self._arrived:
+            if not self._arrived.wait_for(
+                lambda: self._broken or len(self._calls[number]) == self.size, _PATIENCE_S
+            ) or self._broken:
+                raise AssertionError(f"rank {rank} is alone in call {number}")
+            came = [self._calls[number][peer][rank] for peer in range(self.size)]
+            self._taken[number] = self._taken.get(number, 0) + 1
+            if self._taken[number] == self.size:
+                del self._calls[number], self._taken[number]
+            return came
+
+    def abandon(self) -> None:
+        """Another rank has failed: nobody waits for it."""
+        with self._arrived:
+            self._broken = True
+            self._arrived.notify_all()
+
+
+class Group:
+    """A rank's end of a process group."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self.calls = 0
+
+    def all_to_all(
+        self, output: Tensor, source: Tensor, output_sizes: Sequence[int] | None,
+        sizes: Sequence[int] | None,
+    ) -> Callable[[], None]:
+        """Sends; what is returned receives."""
+        even = [len(source) // self.hub.size] * self.hub.size
+        number, self.calls = self.calls, self.calls + 1
+        self.hub.put(number, self.rank, list(source.clone().split(list(sizes or even))))
+
+        def receive() -> None:
+            came = self.hub.take(number, self.rank)
+            assert [len(piece) for piece in came] == list(output_sizes or even), (
+                "both ends of every transfer know how much comes"
+            )
+            output.copy_(torch.cat(came))
+
+        return receive
+
+
+class Work:
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._finish()
+        return True
+
+
+def _all_to_all_single(
+    output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None, group: Any = None, async_op: bool = False,
+) -> Work | None:
+    receive = group.all_to_all(output, input, output_split_sizes, input_split_sizes)
+    if async_op:
+        return Work(receive)
+    receive()
+    return None
+
+
+class Simulation:
+    """A world of ``len(hosts)`` ranks, rank r on host ``hosts[r]``. Use as a context manager."""
+
+    def __init__(self, hosts: Sequence[int]) -> None:
+        numbers: dict[int, int] = {}
+        self.hosts = [numbers.setdefault(host, len(numbers)) for host in hosts]
+        self.size = len(self.hosts)
+        self._who = threading.local()
+        self._hubs: list[Hub] = []
+        self._lock = threading.Lock()
+        self._joined = [0] * self.size
+        self._threads = ThreadPoolExecutor(self.size)
+        self._patches: list[Any] = []
+
+    def __enter__(self) -> Simulation:
+        self._patches = [
+            mock.patch.object(World, "join", self._join),
+            mock.patch.object(dist, "all_to_all_single", _all_to_all_single),
+            mock.patch.object(dist, "is_initialized", lambda: True),
+            mock.patch.object(dist, "destroy_process_group", lambda group=None: None),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._abandon()
+        self._threads.shutdown()
+        for patch in reversed(self._patches):
+            patch.stop()
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """``function(rank)`` on every rank at once; raises what the lowest rank that failed by
+        itself raised."""
+        results = self.attempt(function)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if "is alone in call" not in str(failure):
+                raise failure
+        if failures:
+            raise failures[0]
+        return results  # type: ignore[return-value]
+
+    def attempt(self, function: Callable[[int], T]) -> list[T | BaseException]:
+        """``function(rank)`` on every rank at once: what it returned or raised."""
+        def call(rank: int) -> T | BaseException:
+            self._who.rank = rank
+            try:
+                return function(rank)
+            except BaseException as error:
+                # Ranks that wait for this one have waited long enough.
+                self._abandon_unless_expected(error)
+                return error
+
+        return list(self._threads.map(call, range(self.size)))
+
+    def _abandon_unless_expected(self, error: BaseException) -> None:
+        if not isinstance(error, conduit.ConduitError):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        for hub in self._hubs:
+            hub.abandon()
+
+    def _join(self, *, device: torch.device, timeout: timedelta, group: Any = None) -> World:
+        rank = self._who.rank
+        groups = []
+        with self._lock:
+            # Ranks make their groups in the same order.
+            first = self._joined[rank]
+            self._joined[rank] += 3
+            while len(self._hubs) < first + 3:
+                self._hubs.append(Hub(self.size))
+            groups = [Group(hub, rank) for hub in self._hubs[first : first + 3]]
+        if self.size == 1:
+            return World._alone(device, timeout)
+        control, watch, data = groups
+        return World(
+            rank=rank, size=self.size, device=device, timeout=timeout,
+            hosts=np.array(self.hosts, dtype=np.int64), control=control,  # type: ignore[arg-type]
+            watch=watch, data=data,  # type: ignore[arg-type]
+        )
+

@@ -1,0 +1,56 @@
+"""The README's code runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import conduit
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+def setting() -> dict[str, object]:
+    """What a reader has: a row, a policy that collects rows, a model and its update."""
+    weight = torch.zeros(3, requires_grad=True)
+
+    def collect(policy: object) -> dict[str, Tensor]:
+        return {"observation": torch.randn(500, 3)}
+
+    def update(batch: dict[str, Tensor]) -> Tensor:
+        return (batch["observation"] @ weight).mean()
+
+    return {
+        "conduit": conduit, "example_row": {"observation": torch.zeros(3)}, "steps": 30,
+        "collect": collect, "policy": None, "update": update, "weight": weight,
+    }
+
+
+def test_five_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, scope = blocks("python")[0], setting()
+    exec(code, scope)
+    weight = scope["weight"]
+    assert isinstance(weight, Tensor) and weight.grad is not None and weight.grad.any()
+    assert "15,000 of 1,000,000" in capsys.readouterr().out
+
+
+def test_a_placement_of_ones_own() -> None:
+    scope = setting()
+    exec(blocks("python")[1], scope)
+    halves = scope["Halves"]
+    assert isinstance(halves, type)
+    assert halves().quotas(capacity=10, ranks=4) == [5, 5, 0, 0]
+    assert halves().quotas(capacity=11, ranks=1) == [11]
+
+
+def test_commands_exist() -> None:
+    for command in re.findall(r"\./(launch/\S+)", "\n".join(blocks("bash"))):
+        assert (README.parent / command).stat().st_mode & 0o100, command
