@@ -48,9 +48,11 @@ class Hub:
 
     def take(self, number: int, rank: int) -> list[Tensor]:
         with self._arrived:
-            if not self._arrived.wait_for(
-                lambda: self._broken or len(self._calls[number]) == self.size, _PATIENCE_S
-            ) or self._broken:
+            calls = self._calls[number]
+            self._arrived.wait_for(
+                lambda: self._broken or len(calls) == self.size, _PATIENCE_S
+            )
+            if len(calls) < self.size:
                 raise AssertionError(f"rank {rank} is alone in call {number}")
             came = [self._calls[number][peer][rank] for peer in range(self.size)]
             self._taken[number] = self._taken.get(number, 0) + 1

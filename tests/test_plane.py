@@ -464,7 +464,6 @@ def test_small_rows_and_batches(example: Any, batch_size: int) -> None:
         plane.add(example)
         batch = sampled(plane)
         assert batch.batch_size == (batch_size,)
-        assert batch.select(*plane.schema.keys).numel() >= 0
         for field in plane.schema.fields:
             assert batch[field.key].shape == (batch_size, *field.shape)
             assert batch[field.key].dtype == field.dtype

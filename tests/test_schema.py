@@ -175,13 +175,13 @@ def test_writing_a_part_changes_that_part_only(
     start = data.draw(st.integers(0, rows))
     stop = data.draw(st.integers(start, rows))
     written = layout.check(random_rows(schema, stop - start, rng))[1]
-    # Few rows are joined before they are written, many are not: it must not show.
+    # Few bytes are joined before they are written, many are not: it must not show.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conduit.schema, "_JOINT_BYTES", joint_bytes)
         maker = BlockViews(layout, block)
-    maker.write(layout.check(random_rows(schema, rows, rng))[1], 0, rows)
-    maker.write(before, 0, rows)
-    maker.write(written, start, stop)
+        maker.write(layout.check(random_rows(schema, rows, rng))[1], 0, rows)
+        maker.write(before, 0, rows)
+        maker.write(written, start, stop)
     for i, view in enumerate(BlockViews(layout, block).fresh()):
         for row in range(rows):
             inside = start <= row < stop
@@ -225,15 +225,23 @@ def test_pack_takes_what_requires_grad_and_any_strides() -> None:
     assert (view == 1).all()
 
 
-def test_several_fields_of_one_dtype_are_packed_alike() -> None:
+@pytest.mark.parametrize("joint_bytes", [0, 1 << 20])
+def test_few_and_many_bytes_are_packed_alike(
+    joint_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conduit.schema, "_JOINT_BYTES", joint_bytes)
     schema = Schema.from_example({
         "x": torch.zeros(3, 2), "y": torch.tensor(0.0), "z": torch.zeros(1), "n": torch.zeros(0, 4),
+        "turned": torch.zeros(1), "plain": torch.zeros(4), "part": torch.zeros(3),
+        "backwards": torch.zeros(3),
     })
     layout = RowLayout(schema)
     rows = {
         "x": torch.randn(2, 3, 5, requires_grad=True).permute(2, 1, 0),
         "y": torch.randn(5, dtype=torch.complex64).conj().imag,
         "z": torch.randn(1, 1, requires_grad=True).expand(5, 1), "n": torch.zeros(5, 0, 4),
+        "turned": torch.randn(1, 5).T, "plain": torch.randn(5, 4, requires_grad=True),
+        "part": torch.randn(5, 9)[:, 2:5], "backwards": torch.randn(5, 3).flip(0),
     }
     block = layout.block(5)
     layout.pack(layout.check(rows)[1], block)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from conduit.collectives.watch import raise_missing
-from conduit.collectives.world import World
+from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import DesyncError, WorldError
 
 __all__ = ["FINGERPRINT", "Control", "Operation"]
@@ -93,7 +93,7 @@ class Control:
                 self._work = dist.all_to_all_single(
                     self._received, self._sent, group=self._world.control, async_op=True
                 )
-            except RuntimeError as error:
+            except TRANSPORT_ERRORS as error:
                 raise_missing(self._world, self._call(), error)
 
     def finish(self) -> tuple[Counts, Counts]:
@@ -106,7 +106,7 @@ class Control:
             return self._out[:, _STAGED].copy(), self._out[:, _VALUE].copy()
         try:
             self._work.wait()
-        except RuntimeError as error:
+        except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._call(), error)
         got = self._in
         if np.count_nonzero(got[:, _FAILED]):

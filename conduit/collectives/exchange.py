@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from conduit.collectives.watch import raise_missing
-from conduit.collectives.world import World
+from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import WorldError
 
 __all__ = ["RowExchange"]
@@ -51,7 +51,7 @@ class RowExchange:
                 )
         try:
             dist.all_to_all_single(out, rows, out_sizes, sizes, group=self._world.data)
-        except RuntimeError as error:
+        except TRANSPORT_ERRORS as error:
             raise_missing(self._world, what, error)
         self.calls += 1
         self.sent_rows += counts

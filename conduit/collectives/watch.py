@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from conduit.collectives.world import World
+from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import TimeoutError, WorldError
 
 __all__ = ["raise_missing"]
@@ -69,7 +69,7 @@ def _missing(world: World) -> tuple[list[int], list[int]]:
             assert wait is not None
             waits[peer] = (got, wait)
             sends.append(dist.isend(note, group=world.watch, group_dst=peer))
-        except RuntimeError:
+        except TRANSPORT_ERRORS:
             gone.append(peer)
             waits.pop(peer, None)
     deadline = time.monotonic() + _GRACE.total_seconds()
@@ -77,6 +77,6 @@ def _missing(world: World) -> tuple[list[int], list[int]]:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
         try:
             wait.wait(left)
-        except RuntimeError as error:
+        except TRANSPORT_ERRORS as error:
             (late if "Timed out" in str(error) else gone).append(peer)
     return sorted(late), sorted(gone)

@@ -12,18 +12,25 @@ import atexit
 import hashlib
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from numpy.typing import NDArray
 
 from conduit.errors import WorldError
 
-__all__ = ["World"]
+__all__ = ["TRANSPORT_ERRORS", "World"]
+
+
+TRANSPORT_ERRORS = (RuntimeError, ValueError)
+"""What a failing collective raises; ValueError when torch describes the failure on a group that it
+does not know."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +48,6 @@ class World:
     control: dist.ProcessGroup | None = None
     watch: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
-    _owned: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
     def join(
@@ -67,7 +73,9 @@ class World:
             else:
                 dist.init_process_group("gloo", timeout=timeout)
             atexit.register(_destroy_default_group)
-        base = group if group is not None else dist.group.WORLD
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        base = group if group is not None else everyone
         if dist.get_rank(base) < 0:
             raise WorldError("this rank is not in the group that it gave",
                              rank=dist.get_rank(), cure="Make the plane on the group's ranks only")
@@ -75,19 +83,13 @@ class World:
         if size == 1:
             return cls._alone(device, timeout)
         ranks = dist.get_process_group_ranks(base)
-        # Ranks outside a sub-group know nothing of this plane and cannot take part in making it.
-        local = len(ranks) < dist.get_world_size()
-
-        def new_group(name: str, backend: str) -> dist.ProcessGroup:
-            made = dist.new_group(
-                ranks, backend=backend, timeout=timeout, use_local_synchronization=local,
-                group_desc=f"conduit/{name}",
-            )
-            assert isinstance(made, dist.ProcessGroup)
-            return made
-
-        control, watch = new_group("control", "gloo"), new_group("watch", "gloo")
-        data = new_group("data", "nccl" if device.type == "cuda" else "gloo")
+        data_backend = "nccl" if device.type == "cuda" else "gloo"
+        make = _job_group if len(ranks) == dist.get_world_size() else _partial_group
+        number = _made[tuple(ranks)] = _made.get(tuple(ranks), 0) + 1
+        control, watch, data = (
+            make(f"{name} {number}", backend, ranks, timeout)
+            for name, backend in (("control", "gloo"), ("watch", "gloo"), ("data", data_backend))
+        )
         identities = np.empty(size, dtype=np.int64)
         mine = np.full(size, _host_identity())
         dist.all_to_all_single(
@@ -98,7 +100,6 @@ class World:
         return cls(
             rank=dist.get_rank(base), size=size, device=device, timeout=timeout,
             hosts=np.array(hosts, dtype=np.int64), control=control, watch=watch, data=data,
-            _owned=[control, watch, data],
         )
 
     @classmethod
@@ -116,12 +117,60 @@ class World:
         return self.hosts == self.hosts[self.rank]
 
     def close(self) -> None:
-        """Local. Destroys the plane's own groups."""
-        while self._owned:
-            group = self._owned.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        """Local. Gives up the plane's own groups."""
+        made = self.control, self.watch, self.data
         self.control = self.watch = self.data = None
+        for group in made:
+            if group in _unregistered:
+                _unregistered.remove(group)
+            elif group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+_made: dict[tuple[int, ...], int] = {}
+"""How many planes were made on these ranks of the job: the same number on each of them."""
+
+
+def _job_group(name: str, backend: str, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks of the job."""
+    made = dist.new_group(
+        ranks, backend=backend, timeout=timeout, group_desc=f"conduit/{name}"
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _partial_group(
+    name: str, backend: str, ranks: list[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of some ranks, made by those alone.
+
+    ``new_group(use_local_synchronization=True)`` would be the way, but in torch 2.13 it names the
+    group by how many groups a rank is in, so that ranks in different groups wait for each other in
+    vain, and a second group finds the addresses of the first. Here the name is the ranks and the
+    number of the plane, which all of them know.
+    """
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    store = c10d.PrefixStore(f"conduit/{digest}/{name}", c10d._get_default_store())
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    group = dist.ProcessGroup(store, rank, size)
+    made: Any
+    if backend == "nccl":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        made = c10d.ProcessGroupNCCL(store, rank, size, options)
+        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+    else:
+        made = c10d.ProcessGroupGloo(store, rank, size, timeout)
+        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, made)
+    _unregistered.add(group)
+    return group
+
+
+_unregistered: set[dist.ProcessGroup] = set()
+"""Groups that torch does not know: dropping them is enough to close them."""
 
 
 def _destroy_default_group() -> None:

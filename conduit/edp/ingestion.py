@@ -35,12 +35,12 @@ class Ingestion:
         """Rows that each rank may stage."""
         if self.staging_rows is None:
             return max(1_024, -(-capacity // ranks) // 8)
-        if not isinstance(self.staging_rows, int) or self.staging_rows < 1:
+        if not isinstance(self.staging_rows, (int, np.integer)) or self.staging_rows < 1:
             raise CapacityError(
                 "staging_rows is out of range", expected="an integer of at least 1",
                 got=repr(self.staging_rows),
             )
-        return self.staging_rows
+        return int(self.staging_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
