@@ -240,12 +240,10 @@ class ExperiencePlane:
         batch = None
         if size >= max(self.min_size, 1):
             try:
-                batch = self._deliveries.deliver()
+                batch = self._deliveries.deliver(contiguous=contiguous)
             except ConduitError as error:
                 self._failure = error
                 raise
-            if contiguous:
-                batch = batch.clone()
         self._counters.blocked_ns += time.perf_counter_ns() - begun
         return batch
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "conduit", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "conduit", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow],
+    # Without the phase that explains a failure, which takes longer than finding it.
+    phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
 )
 settings.load_profile("conduit")

@@ -61,6 +61,7 @@ class Control:
     def __init__(self, world: World, fingerprint: dict[str, int]) -> None:
         self._world = world
         self.number = 0
+        self._work: dist.Work | None = None
         self._out = np.zeros((world.size, len(FIELDS)), dtype=np.int64)
         self._in = np.zeros_like(self._out)
         self._sent, self._received = torch.from_numpy(self._out), torch.from_numpy(self._in)
@@ -104,8 +105,11 @@ class Control:
         """
         if self._world.size == 1:
             return self._out[:, _STAGED].copy(), self._out[:, _VALUE].copy()
+        # Kept longer, it would keep the group's connections open after the plane is closed.
+        work, self._work = self._work, None
+        assert work is not None
         try:
-            self._work.wait()
+            work.wait()
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._call(), error)
         got = self._in

@@ -22,6 +22,7 @@ from conduit.errors import TimeoutError, WorldError
 __all__ = ["raise_missing"]
 
 _GRACE = timedelta(seconds=3)
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "refused")
 
 
 def raise_missing(world: World, call: str, cause: Exception) -> NoReturn:
@@ -78,5 +79,6 @@ def _missing(world: World) -> tuple[list[int], list[int]]:
         try:
             wait.wait(left)
         except TRANSPORT_ERRORS as error:
-            (late if "Timed out" in str(error) else gone).append(peer)
+            closed = any(word in str(error) for word in _CLOSED)
+            (gone if closed else late).append(peer)
     return sorted(late), sorted(gone)

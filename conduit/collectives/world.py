@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from numpy.typing import NDArray
 
-from conduit.errors import WorldError
+from conduit.errors import TimeoutError, WorldError
 
 __all__ = ["TRANSPORT_ERRORS", "World"]
 
@@ -83,13 +83,7 @@ class World:
         if size == 1:
             return cls._alone(device, timeout)
         ranks = dist.get_process_group_ranks(base)
-        data_backend = "nccl" if device.type == "cuda" else "gloo"
-        make = _job_group if len(ranks) == dist.get_world_size() else _partial_group
-        number = _made[tuple(ranks)] = _made.get(tuple(ranks), 0) + 1
-        control, watch, data = (
-            make(f"{name} {number}", backend, ranks, timeout)
-            for name, backend in (("control", "gloo"), ("watch", "gloo"), ("data", data_backend))
-        )
+        control, watch, data = _make_groups(ranks, dist.get_rank(base), device, timeout)
         identities = np.empty(size, dtype=np.int64)
         mine = np.full(size, _host_identity())
         dist.all_to_all_single(
@@ -131,6 +125,38 @@ _made: dict[tuple[int, ...], int] = {}
 """How many planes were made on these ranks of the job: the same number on each of them."""
 
 
+def _make_groups(
+    ranks: list[int], rank: int, device: torch.device, timeout: timedelta
+) -> list[dist.ProcessGroup]:
+    """The groups control, watch and data on these ranks of the job.
+
+    Raises TimeoutError naming the ranks that did not come, WorldError if all did and it failed.
+    """
+    number = _made[tuple(ranks)] = _made.get(tuple(ranks), 0) + 1
+    here = _store(ranks, f"here {number}")
+    here.set(str(rank), "here")
+    make = _job_group if len(ranks) == dist.get_world_size() else _partial_group
+    backends = ("gloo", "gloo", "nccl" if device.type == "cuda" else "gloo")
+    try:
+        return [
+            make(f"{name} {number}", backend, ranks, timeout)
+            for name, backend in zip(("control", "watch", "data"), backends, strict=True)
+        ]
+    except TRANSPORT_ERRORS as error:
+        missing = [peer for peer in range(len(ranks)) if not here.check([str(peer)])]
+        if missing:
+            raise TimeoutError(
+                f"ranks {missing} did not come to making the plane", rank=rank,
+                expected="all ranks within the timeout of the job's process group",
+                got=f"nothing from ranks {missing}",
+                cure="Make the plane on every rank of its group, in the same order as others",
+            ) from error
+        raise WorldError(
+            "the groups of the plane could not be made", rank=rank,
+            cure=f"The transport said: {str(error).splitlines()[0]}",
+        ) from error
+
+
 def _job_group(name: str, backend: str, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
     """A group of all ranks of the job."""
     made = dist.new_group(
@@ -150,8 +176,7 @@ def _partial_group(
     vain, and a second group finds the addresses of the first. Here the name is the ranks and the
     number of the plane, which all of them know.
     """
-    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    store = c10d.PrefixStore(f"conduit/{digest}/{name}", c10d._get_default_store())
+    store = _store(ranks, name)
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     group = dist.ProcessGroup(store, rank, size)
     made: Any
@@ -167,6 +192,12 @@ def _partial_group(
     group._register_backend(device, kind, made)
     _unregistered.add(group)
     return group
+
+
+def _store(ranks: list[int], name: str) -> c10d.Store:
+    """A place in the job's store that belongs to these ranks and this name."""
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    return c10d.PrefixStore(f"conduit/{digest}/{name}", c10d._get_default_store())
 
 
 _unregistered: set[dist.ProcessGroup] = set()

@@ -42,8 +42,9 @@ class Deliveries:
         if draft is not None:
             self._locate(draft.ahead)
 
-    def deliver(self) -> TensorDict:
-        """Collective. This rank's rows of the next global batch."""
+    def deliver(self, *, contiguous: bool) -> TensorDict:
+        """Collective. This rank's rows of the next global batch, as views or ``contiguous`` copies.
+        """
         ahead, row = self._replay.deal()
         self._locate(ahead)
         if ahead.transfers is not None and ahead.transfers.moved[row]:
@@ -53,7 +54,10 @@ class Deliveries:
         self._shard.gather(slots, slab.records)
         self._counters.samples += 1
         self._counters.rows_delivered += len(slots)
-        return self._batches.make(slab.views.fresh(), ahead.indices[row], loss_scale=1.0)
+        columns = slab.views.fresh()
+        if contiguous:
+            columns = [column.clone(memory_format=torch.contiguous_format) for column in columns]
+        return self._batches.make(columns, ahead.indices[row], loss_scale=1.0)
 
     def _receive(self, moves: Transfers, row: int) -> None:
         """Exchanges the rows that change ranks in a delivery; they come to lie in the inbox."""

@@ -37,7 +37,7 @@ import numpy as np
 
 __all__ = ["Outcome", "Rank", "Ranks", "free_port"]
 
-_PATIENCE_S = 90.0
+_PATIENCE_S = 40.0
 """How long a test waits for its ranks: far longer than any test should take."""
 
 _ENVIRONMENT = {
