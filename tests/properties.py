@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conduit.schema import DTYPES, Field, Schema
 
-__all__ = ["examples", "random_rows", "raw", "schemas"]
+__all__ = ["examples", "hosts_of", "random_rows", "raw", "schemas"]
 
 _TIMES = int(os.environ.get("CONDUIT_EXAMPLES", "1"))
 
@@ -51,6 +51,14 @@ def _random_tensor(
     if items:
         made.reshape(-1).view(torch.uint8).copy_(bits)
     return made
+
+
+@st.composite
+def hosts_of(draw: st.DrawFn, ranks: int) -> list[int]:
+    """Each rank's host; hosts are numbered in the order of their first ranks."""
+    numbers: dict[int, int] = {}
+    chosen = draw(st.lists(st.integers(0, ranks - 1), min_size=ranks, max_size=ranks))
+    return [numbers.setdefault(host, len(numbers)) for host in chosen]
 
 
 _NAMES = st.sampled_from(["action", "done", "next", "observation", "reward", "é", "a b"])

@@ -28,7 +28,7 @@ from conduit import (
 from conduit.edp.routing import ROUTINGS
 from tests import reference
 from tests.numbered import EXAMPLE, assert_batch, numbered
-from tests.properties import examples
+from tests.properties import examples, hosts_of
 from tests.simulation import Simulation
 
 
@@ -86,7 +86,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             for a, b in zip([0, *cuts], [*cuts, capacity], strict=True)
         ])
     return {
-        "hosts": draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)),
+        "hosts": draw(hosts_of(ranks)),
         "capacity": capacity,
         "batch_size": draw(st.integers(1, 5)),
         "placement": placement,

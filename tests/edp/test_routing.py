@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conduit.edp.routing import ROUTINGS, route, transfers
 from tests import reference
-from tests.properties import examples
+from tests.properties import examples, hosts_of
 
 
 @st.composite
@@ -19,8 +19,7 @@ def drawn(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     """Holders of all draws, hosts of all ranks, and the rows of a batch."""
     ranks, batch_rows = draw(st.integers(1, 7)), draw(st.integers(1, 9))
     hosts = draw(st.one_of(
-        st.just([0] * ranks), st.just(list(range(ranks))),
-        st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks),
+        st.just([0] * ranks), st.just(list(range(ranks))), hosts_of(ranks)
     ))
     holding = draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
     holders = draw(st.lists(
@@ -161,7 +160,7 @@ def from_peer(values: list[int], counts: list[int], peer: int) -> list[int]:
 @given(data=st.data(), routing=st.sampled_from(ROUTINGS))
 def test_batches_together_are_batches_alone(data: st.DataObject, routing: str) -> None:
     ranks, batch_rows = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    hosts = data.draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+    hosts = data.draw(hosts_of(ranks))
     draws = st.lists(
         st.integers(0, ranks - 1), min_size=ranks * batch_rows, max_size=ranks * batch_rows
     )

@@ -185,3 +185,20 @@ def kept_batches(rank: Rank) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_kept_batches_never_change(pools: Pools, ranks: int) -> None:
     assert pools[ranks].run(kept_batches) == [75] * ranks
+
+
+def signs_of_zero(rank: Rank) -> list[bool]:
+    """Whether zeros of a batch are negative, as they were when they were staged."""
+    seen = []
+    with make_plane(rank, {"x": torch.zeros(4)}, capacity=50, batch_rows=8) as plane:
+        plane.extend({"x": torch.full((10, 4), -0.0)})
+        for contiguous in (False, True):
+            batch = plane.sample(contiguous=contiguous)
+            assert batch is not None and (batch["x"] == 0).all()
+            seen.append(bool(batch["x"].signbit().all()))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_negative_zeros_stay_negative(pools: Pools, ranks: int) -> None:
+    assert pools[ranks].run(signs_of_zero) == [[True, True]] * ranks

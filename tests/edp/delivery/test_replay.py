@@ -15,7 +15,7 @@ from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import plan_commit
 from conduit.edp.routing import ROUTINGS
 from tests import reference
-from tests.properties import examples
+from tests.properties import examples, hosts_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def assert_transfers_fit(parts: list[Part], directory: Directory) -> None:
 def test_batches_are_those_of_one_list(
     data: st.DataObject, ranks: int, capacity: int, batch_rows: int, routing: str
 ) -> None:
-    hosts = data.draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    hosts = data.draw(hosts_of(ranks))
     quotas = [capacity] * ranks
     job = reference.Job(
         capacity=capacity, batch_rows=batch_rows, quotas=quotas, hosts=hosts, routing=routing
