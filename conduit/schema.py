@@ -404,7 +404,9 @@ class BlockViews:
 def _copy_wide(out: Tensor, field: Tensor) -> None:
     """``out.copy_(field)`` for large ``[rows, numel]``, where numpy's row by row memcpy is up to a
     fifth faster than torch's strided copy."""
-    plain = field.is_contiguous() and not (field.is_conj() or field.is_neg())
+    # A dimension of one element may have any stride, even in what is contiguous.
+    plain = field.is_contiguous() and field.stride(-1) == 1
+    plain = plain and not (field.is_conj() or field.is_neg())
     if plain and out.device.type == field.device.type == "cpu":
         field = field.detach()
         np.copyto(out.view(torch.uint8).numpy(), field.view(torch.uint8).numpy())

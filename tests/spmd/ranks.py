@@ -296,7 +296,7 @@ class Ranks:
                     found[rank] = Outcome(error="died")
         if open_:
             for rank in open_.values():
-                os.kill(self.pids[rank], signal.SIGUSR1)
+                self._signal(rank, signal.SIGUSR1)
                 found[rank] = Outcome(error="hangs", text=f"no answer within {patience_s:g} s")
             time.sleep(0.5)
         self._busy = False
@@ -338,12 +338,17 @@ class Ranks:
         self.pids[rank] = 0
         return code
 
+    def _signal(self, rank: int, number: int) -> None:
+        # Process 0 would be this process and all others of its group.
+        if self.pids[rank] > 0:
+            os.kill(self.pids[rank], number)
+
     def close(self) -> None:
         """Ends all ranks, however they are."""
         for rank, connection in enumerate(self._connections):
             connection.close()
             if self.pids[rank]:
-                os.kill(self.pids[rank], signal.SIGKILL)
+                self._signal(rank, signal.SIGKILL)
                 self.exit_code(rank)
         self._log.close()
 
