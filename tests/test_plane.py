@@ -240,7 +240,7 @@ def test_planes_do_not_know_each_other() -> None:
 
 def test_all_ways_to_write_rows_are_equal() -> None:
     rows = numbered(range(20))
-    nested = {**{k: rows[k] for k in rows.keys() if k != "next"}, "next": rows["next"].to_dict()}  # noqa: SIM118
+    nested = {**dict(rows.items()), "next": rows["next"].to_dict()}
     ways: list[Any] = [
         rows, rows.to_dict(), nested,
         {key: rows[key] for key in rows.keys(True, True)},
@@ -699,7 +699,8 @@ def test_a_group_without_a_job_is_refused() -> None:
 
 def test_integers_of_numpy_are_integers() -> None:
     plane = plane_of(
-        capacity=np.int64(100), batch_size=np.int32(8), min_size=np.int64(3),  # type: ignore[arg-type]
+        capacity=np.int64(100),  # type: ignore[arg-type]
+        batch_size=np.int32(8), min_size=np.int64(3),
         ingestion=Ingestion(staging_rows=np.int64(20)),  # type: ignore[arg-type]
     )
     assert plane.capacity == 100

@@ -393,6 +393,16 @@ def test_one_rank_that_stages_too_much_hinders_nobody() -> None:
         assert set(numbers_of(sampled(world, planes))) <= set(range(6))
 
 
+def test_a_flag_that_is_no_flag_hinders_nobody() -> None:
+    with Simulation([0, 0]) as world:
+        planes = planes_of(world)
+        for flag in (1 << 70, "stop", None):
+            with pytest.raises((ConduitError, TypeError, ValueError, OverflowError)):
+                planes[0].agree(flag)  # type: ignore[arg-type]
+        # The call was never made: the next one is the same on both ranks.
+        assert world.run(lambda rank: planes[rank].agree(rank)) == [1, 1]
+
+
 def test_all_ranks_get_none_or_an_error_alike() -> None:
     with Simulation([0, 0]) as world:
         planes = planes_of(world, min_size=5)

@@ -83,12 +83,12 @@ class Control:
         directory_end: int = 0, directory_state: int = 0,
     ) -> None:
         """Sends this rank's record; what needs no answer can be done before ``finish``."""
+        # Filled in before the call counts: a value that is no int64 raises here, and is no call.
+        self._out[:, _OPERATION:] = (
+            operation, self.number + 1, directory_end, directory_state, staged, failed, value
+        )
         self.number += 1
         self._operation = operation
-        out = self._out
-        out[:, _OPERATION:] = (
-            operation, self.number, directory_end, directory_state, staged, failed, value
-        )
         if self._world.size > 1:
             try:
                 self._work = dist.all_to_all_single(
