@@ -59,6 +59,9 @@ class Configuration:
         batch_size = _integer("batch_size", batch_size, least=1, rank=rank)
         min_size = _integer("min_size", min_size, least=0, rank=rank)
         max_staleness = _integer("max_staleness", max_staleness, least=0, rank=rank)
+        seed = _integer("seed", seed, least=None, rank=rank)
+        if not isinstance(name, str):
+            raise WorldError("name is no string", rank=rank, got=repr(name))
         schema = example if isinstance(example, Schema) else Schema.from_example(example)
         layout = RowLayout(schema)
         rows = _rows(capacity, layout.row_bytes)
@@ -86,11 +89,12 @@ class Configuration:
         }
 
 
-def _integer(argument: str, value: Any, *, least: int, rank: int) -> int:
-    if not isinstance(value, (int, np.integer)) or value < least:
+def _integer(argument: str, value: Any, *, least: int | None, rank: int) -> int:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):
         raise WorldError(
-            f"{argument} is out of range", rank=rank,
-            expected=f"an integer of at least {least}", got=repr(value),
+            f"{argument} is out of range", rank=rank, got=repr(value),
+            expected="an integer" if least is None else f"an integer of at least {least}",
         )
     return int(value)
 
@@ -125,7 +129,7 @@ def _rows(capacity: int | str, row_bytes: int) -> int:
                 expected="rows as an integer, or bytes such as '64GB'",
             )
         rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
-    if not isinstance(rows, (int, np.integer)) or rows < 1:
+    if not isinstance(rows, (int, np.integer)) or isinstance(rows, bool) or rows < 1:
         raise CapacityError(
             "capacity holds no row", got=repr(capacity),
             expected=f"at least 1 row ({row_bytes} bytes)",

@@ -32,8 +32,8 @@ class Report:
     ``rows_received`` of the ``rows_delivered`` to this learner came from other ranks;
     ``sent_rows`` and ``sent_bytes`` count what really went to each rank, deliveries and rows sent
     home alike. ``late_rows`` counts draws of the global batch that a commit changed after they
-    were drafted. ``fresh_slabs`` are batches that needed fresh memory, because earlier ones are
-    kept by the user (or there were none).
+    were drafted (0 in a world of one, which drafts nothing). ``fresh_slabs`` are batches that
+    needed fresh memory, because earlier ones are kept by the user (or there were none).
     """
 
     name: str

@@ -122,8 +122,8 @@ class ExperiencePlane:
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
             batch_rows=configuration.batch_size,
             draws=UniformDraws(
-                seed=seed, name=name, global_rows=configuration.batch_size * world.size,
-                capacity=configuration.capacity,
+                seed=configuration.seed, name=name, capacity=configuration.capacity,
+                global_rows=configuration.batch_size * world.size,
             ),
         )
         self._commits = Commits(

@@ -109,7 +109,8 @@ class Control:
         work, self._work = self._work, None
         assert work is not None
         try:
-            work.wait()
+            # With a deadline of its own: the group's starts anew whenever another rank comes.
+            work.wait(self._world.timeout)
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._call(), error)
         got = self._in

@@ -59,6 +59,9 @@ class World:
         for the rest of the process: a group that is made again finds the first one's addresses in
         torchrun's store. Without torchrun it is a world of one.
         """
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise WorldError("timeout is no duration", expected="a timedelta above 0",
+                             got=repr(timeout), cure="For example timedelta(minutes=5)")
         if not dist.is_available() or not (dist.is_initialized() or "WORLD_SIZE" in os.environ):
             if group is not None:
                 raise WorldError("a group without torch.distributed",
@@ -86,9 +89,15 @@ class World:
         control, watch, data = _make_groups(ranks, dist.get_rank(base), device, timeout)
         identities = np.empty(size, dtype=np.int64)
         mine = np.full(size, _host_identity())
-        dist.all_to_all_single(
-            torch.from_numpy(identities), torch.from_numpy(mine), group=control
-        )
+        try:
+            dist.all_to_all_single(
+                torch.from_numpy(identities), torch.from_numpy(mine), group=control
+            )
+        except TRANSPORT_ERRORS as error:
+            raise WorldError(
+                "a rank was lost while the plane was made", rank=dist.get_rank(base),
+                cure=f"The transport said: {str(error).splitlines()[0]}",
+            ) from error
         numbers: dict[int, int] = {}
         hosts = [numbers.setdefault(identity, len(numbers)) for identity in identities.tolist()]
         return cls(

@@ -5,7 +5,8 @@ position below the power of two not below the buffer's size, and the first that 
 is taken. Every candidate is a pure function of its arguments, so the draws are independent and
 uniform with replacement, and neither the number of ranks, nor where rows live, nor when a batch is
 fetched can change them. They are write-stable: d rows more in a buffer of n change only about d/n
-of the draws, those that reject one candidate less.
+of the draws, those that reject one candidate less. (When the size passes a power of two, once in a
+doubling, one more bit counts and about half of them change.)
 
 Candidate 0 is a piece of Philox4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2,
 3", SC 2011) with key = hash(seed, name, draws a batch) and a counter that numbers the draws of all

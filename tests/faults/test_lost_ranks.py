@@ -72,7 +72,7 @@ def test_ranks_that_wait_for_different_times(world: World) -> None:
         [["sleep", TIMEOUT_S * 2 / 3], ["sample"], *AFTER],
     ])
     for outcome in ranks.outcomes(ranks=[0, 2]):
-        check_blamed(outcome, "TimeoutError", 1, within_s=TIMEOUT_S * 5 / 3 + GRACE_S)
+        check_blamed(outcome, "TimeoutError", 1, within_s=TIMEOUT_S + GRACE_S)
     ranks.outcomes(ranks=[1])
 
 
