@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +21,12 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from conduit.blocks import BlockViews, BlockWriter
 from conduit.errors import SchemaError
+from conduit.fields import DTYPES, NAMES, Column, Field
 from conduit.rows import Key, Rows, as_tensor, flat_rows, nested, public
 
-__all__ = ["BlockViews", "Field", "Key", "Records", "RowLayout", "Rows", "Schema"]
+__all__ = ["Field", "Key", "Records", "RowLayout", "Rows", "Schema"]
 
 Records: TypeAlias = NDArray[np.void] | Tensor
 
@@ -34,38 +35,8 @@ ROW_ALIGNMENT_BYTES = 16
 
 CACHE_LINE_BYTES = 64
 
-_JOINT_BYTES = 1 << 20
-"""Up to this many bytes, fields of one dtype are joined before they are written."""
-
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-_PLAIN = (
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
-)
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _PLAIN + _FLOAT8 if hasattr(torch, name)
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 RESERVED = frozenset({"index", "loss_scale", "loss_weight", "priority_weight"})
 """Top-level keys that the plane itself writes into a batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
-    """One field of a row: its nested key, dtype and shape (without the batch dimension)."""
-
-    key: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -122,7 +93,7 @@ class Schema:
     @cached_property
     def description(self) -> str:
         """Canonical JSON: equal exactly when the schemas are equal, on any machine."""
-        rows = [[list(f.key), _NAMES[f.dtype], list(f.shape)] for f in self.fields]
+        rows = [[list(f.key), NAMES[f.dtype], list(f.shape)] for f in self.fields]
         return json.dumps(rows, separators=(",", ":"))
 
     @classmethod
@@ -143,7 +114,7 @@ class Schema:
         """Each field's key and what it holds, for people: ``{"('next', 'reward')": "float32[1]"}``.
         """
         return {
-            repr(public(f.key)): f"{_NAMES[f.dtype]}{list(f.shape)}" for f in self.fields
+            repr(public(f.key)): f"{NAMES[f.dtype]}{list(f.shape)}" for f in self.fields
         }
 
     @cached_property
@@ -164,7 +135,7 @@ def _check_field(field: Field) -> None:
         raise SchemaError(
             "this key is written by the plane", field=public(key), cure="Rename the field"
         )
-    if field.dtype not in _NAMES:
+    if field.dtype not in NAMES:
         raise SchemaError(
             "this dtype cannot be stored", field=public(key),
             expected="one of " + ", ".join(DTYPES), got=field.dtype,
@@ -173,14 +144,6 @@ def _check_field(field: Field) -> None:
 
 def _is_size(number: object) -> bool:
     return type(number) is int and number >= 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """A field's place in the packed row."""
-
-    field: Field
-    offset_bytes: int
 
 
 class RowLayout:
@@ -198,7 +161,7 @@ class RowLayout:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         order = sorted(
-            schema.fields, key=lambda f: (-f.dtype.itemsize, _NAMES[f.dtype], f.key)
+            schema.fields, key=lambda f: (-f.dtype.itemsize, NAMES[f.dtype], f.key)
         )
         columns, offset = [], 0
         for field in order:
@@ -231,7 +194,7 @@ class RowLayout:
 
         Nothing is copied; writing to a view writes to the block.
         """
-        columns = BlockViews(self, block).fresh()
+        columns = BlockViews(self.columns, block).fresh()
         return {c.field.key: view for c, view in zip(self.columns, columns, strict=True)}
 
     def tensordict(self, block: Tensor) -> TensorDict:
@@ -339,79 +302,9 @@ class RowLayout:
     def pack(self, values: Sequence[Tensor], out: Tensor) -> None:
         """Copies checked ``values`` (column order, each ``[n, *shape]``) into ``out``.
 
-        ``out`` is contiguous uint8 ``[n, row_bytes]``; alignment padding is left as it is.
+        ``out`` is contiguous uint8 ``[n, row_bytes]``.
         """
-        BlockViews(self, out).write(values, 0, len(out))
-
-
-class BlockViews:
-    """The columns of one block as views, made cheaply again and again: the hot path of ``sample``
-    and ``extend``, with one split per dtype instead of one call per field.
-
-    Each call of ``fresh`` hands out new tensors that share no autograd history with the block or
-    with earlier calls, so nothing a user does to a batch can reach the block's own tensors. (Torch
-    refuses one thing on such views: an in-place operation with an operand that requires grad.)
-    """
-
-    def __init__(self, layout: RowLayout, block: Tensor) -> None:
-        groups: dict[torch.dtype, list[Field]] = {}
-        starts: dict[torch.dtype, int] = {}
-        self._reshaped: list[tuple[int, tuple[int, ...]]] = []
-        for i, column in enumerate(layout.columns):
-            field = column.field
-            starts.setdefault(field.dtype, column.offset_bytes // field.dtype.itemsize)
-            groups.setdefault(field.dtype, []).append(field)
-            if len(field.shape) != 1:
-                self._reshaped.append((i, field.shape))
-        self._groups: list[tuple[Tensor, list[int]]] = []
-        with torch.inference_mode(False):
-            for dtype, fields in groups.items():
-                sizes = [field.numel for field in fields]
-                columns = block.view(dtype).narrow(1, starts[dtype], sum(sizes))
-                self._groups.append((columns, sizes))
-        self._rows = len(block)
-
-    def fresh(self) -> list[Tensor]:
-        """New views ``[n, *shape]`` of all fields, in column order."""
-        views: list[Tensor] = []
-        for base, sizes in self._groups:
-            views += base.detach().split_with_sizes(sizes, 1)
-        for i, shape in self._reshaped:
-            views[i] = views[i].view(self._rows, *shape)
-        return views
-
-    def write(self, values: Sequence[Tensor], start: int, stop: int) -> None:
-        """Copies ``values`` (column order, ``[stop - start, *shape]``) into rows start to stop."""
-        flat, rows = list(values), stop - start
-        for i, shape in self._reshaped:
-            flat[i] = flat[i].reshape(rows, math.prod(shape))
-        at = 0
-        with torch.no_grad():
-            for base, sizes in self._groups:
-                out, fields = base[start:stop], flat[at : at + len(sizes)]
-                at += len(sizes)
-                if out.numel() * out.itemsize > _JOINT_BYTES:
-                    for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
-                        _copy_wide(view, field)
-                elif len({field.device for field in fields}) == 1:
-                    # Joined first, small fields cross to the cold rows in one pass, not in many.
-                    out.copy_(torch.cat(fields, 1) if len(fields) > 1 else fields[0])
-                else:
-                    for view, field in zip(out.split_with_sizes(sizes, 1), fields, strict=True):
-                        view.copy_(field)
-
-
-def _copy_wide(out: Tensor, field: Tensor) -> None:
-    """``out.copy_(field)`` for large ``[rows, numel]``, where numpy's row by row memcpy is up to a
-    fifth faster than torch's strided copy."""
-    # A dimension of one element may have any stride, even in what is contiguous.
-    plain = field.is_contiguous() and field.stride(-1) == 1
-    plain = plain and not (field.is_conj() or field.is_neg())
-    if plain and out.device.type == field.device.type == "cpu":
-        field = field.detach()
-        np.copyto(out.view(torch.uint8).numpy(), field.view(torch.uint8).numpy())
-    else:
-        out.copy_(field)
+        BlockWriter(self.columns, out).write(values, 0, len(out))
 
 
 def _row_bytes(payload_bytes: int) -> int:

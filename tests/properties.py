@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conduit.schema import DTYPES, Field, Schema
+from conduit.fields import DTYPES, Field
+from conduit.schema import Schema
 
 __all__ = ["examples", "hosts_of", "random_rows", "raw", "schemas"]
 

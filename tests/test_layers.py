@@ -14,7 +14,8 @@ import conduit
 ROOT = Path(conduit.__file__).parent
 # From the bottom up: a module imports only from its own layer and from those before it.
 LAYERS = [
-    {"errors", "rows", "schema", "metrics"}, {"collectives", "tiers"}, {"edp"}, {"sched"},
+    {"errors", "rows", "fields", "blocks", "schema", "metrics"},
+    {"collectives", "tiers"}, {"edp"}, {"sched"},
     {"configuration", "plane"}, {"__init__", "tools"}, {"__main__"},
 ]
 

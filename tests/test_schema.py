@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
-import conduit.schema
+from conduit.blocks import BlockViews
 from conduit.errors import SchemaError
-from conduit.schema import DTYPES, BlockViews, Field, RowLayout, Schema
+from conduit.fields import DTYPES, Field
+from conduit.schema import RowLayout, Schema
 from tests.properties import examples, random_rows, raw, schemas
 
 MIXED = Schema((
@@ -101,7 +102,7 @@ def test_every_row_of_every_view_is_aligned(schema: Schema, rows: int, first: in
     layout = RowLayout(schema)
     # A part of a larger block, as the rows of a shard are.
     block = layout.block(first + rows)[first:]
-    for views in (list(layout.views(block).values()), BlockViews(layout, block).fresh()):
+    for views in (list(layout.views(block).values()), BlockViews(layout.columns, block).fresh()):
         for view in views:
             if view.numel():
                 for row in view:
@@ -138,57 +139,6 @@ def test_the_layout_is_what_its_description_says(schema: Schema) -> None:
         assert node == number
 
 
-@examples(100)
-@given(schema=schemas(), rows=st.integers(0, 4), seed=st.integers(0, 2**32 - 1))
-def test_block_views_are_the_views_of_the_layout(schema: Schema, rows: int, seed: int) -> None:
-    layout = RowLayout(schema)
-    block = layout.block(rows)
-    layout.pack(layout.check(random_rows(schema, rows, np.random.default_rng(seed)))[1], block)
-    maker = BlockViews(layout, block)
-    expected = layout.views(block)
-    for _ in range(2):
-        for column, view in zip(layout.columns, maker.fresh(), strict=True):
-            field = column.field
-            other = expected[field.key]
-            assert view.shape == other.shape == (rows, *field.shape)
-            assert view.dtype is other.dtype is field.dtype
-            assert raw(view) == raw(other)
-            if view.numel():
-                assert view.data_ptr() == other.data_ptr()
-                assert view.data_ptr() == block.data_ptr() + column.offset_bytes
-                assert view.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
-
-
-@examples(60)
-@given(
-    schema=schemas(), rows=st.integers(1, 6), data=st.data(), seed=st.integers(0, 2**32 - 1),
-    joint_bytes=st.sampled_from([0, 40, 1 << 20]),
-)
-def test_writing_a_part_changes_that_part_only(
-    schema: Schema, rows: int, data: st.DataObject, seed: int, joint_bytes: int
-) -> None:
-    layout = RowLayout(schema)
-    rng = np.random.default_rng(seed)
-    block = layout.block(rows)
-    before = layout.check(random_rows(schema, rows, rng))[1]
-    layout.pack(before, block)
-    start = data.draw(st.integers(0, rows))
-    stop = data.draw(st.integers(start, rows))
-    written = layout.check(random_rows(schema, stop - start, rng))[1]
-    # Few bytes are joined before they are written, many are not: it must not show.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conduit.schema, "_JOINT_BYTES", joint_bytes)
-        maker = BlockViews(layout, block)
-        maker.write(layout.check(random_rows(schema, rows, rng))[1], 0, rows)
-        maker.write(before, 0, rows)
-        maker.write(written, start, stop)
-    for i, view in enumerate(BlockViews(layout, block).fresh()):
-        for row in range(rows):
-            inside = start <= row < stop
-            expected = written[i][row - start] if inside else before[i][row]
-            assert raw(view[row]) == raw(expected)
-
-
 def test_views_write_through() -> None:
     layout = RowLayout(MIXED)
     block = layout.block(4)
@@ -204,15 +154,6 @@ def test_views_write_through() -> None:
     assert layout.tensordict(block)["next", "observation"][2, 1] == 7.5
 
 
-def test_views_have_no_autograd_history_with_each_other() -> None:
-    layout = RowLayout(MIXED)
-    maker = BlockViews(layout, layout.block(2))
-    first, second = maker.fresh(), maker.fresh()
-    first[1].requires_grad_()
-    assert not any(view.requires_grad for view in second)
-    assert not any(view.requires_grad for view in maker.fresh())
-
-
 def test_pack_takes_what_requires_grad_and_any_strides() -> None:
     layout = RowLayout(Schema.from_example({"x": torch.zeros(3, 2)}))
     value = torch.randn(2, 3, 5, requires_grad=True).permute(2, 1, 0)
@@ -223,31 +164,6 @@ def test_pack_takes_what_requires_grad_and_any_strides() -> None:
     assert not view.requires_grad
     layout.pack([torch.ones(1, 3, 2).expand(5, 3, 2)], block)
     assert (view == 1).all()
-
-
-@pytest.mark.parametrize("joint_bytes", [0, 1 << 20])
-def test_few_and_many_bytes_are_packed_alike(
-    joint_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conduit.schema, "_JOINT_BYTES", joint_bytes)
-    schema = Schema.from_example({
-        "x": torch.zeros(3, 2), "y": torch.tensor(0.0), "z": torch.zeros(1), "n": torch.zeros(0, 4),
-        "turned": torch.zeros(1), "plain": torch.zeros(4), "part": torch.zeros(3),
-        "backwards": torch.zeros(3),
-    })
-    layout = RowLayout(schema)
-    rows = {
-        "x": torch.randn(2, 3, 5, requires_grad=True).permute(2, 1, 0),
-        "y": torch.randn(5, dtype=torch.complex64).conj().imag,
-        "z": torch.randn(1, 1, requires_grad=True).expand(5, 1), "n": torch.zeros(5, 0, 4),
-        "turned": torch.randn(1, 5).T, "plain": torch.randn(5, 4, requires_grad=True),
-        "part": torch.randn(5, 9)[:, 2:5], "backwards": torch.randn(5, 3).flip(0),
-    }
-    block = layout.block(5)
-    layout.pack(layout.check(rows)[1], block)
-    for key, view in layout.views(block).items():
-        assert torch.equal(view, rows[key[0]])
-        assert not view.requires_grad
 
 
 def test_pack_resolves_conjugate_and_negative_views() -> None:

@@ -24,6 +24,7 @@ class BatchMaker:
     TensorDict's constructor checks every leaf again, which costs more than the gather of a small
     batch; ``_new_unsafe`` is what the library itself uses where leaves are known to be right. It is
     tried once here, and the constructor is used where it does not give an equal TensorDict.
+    Likewise for the loss scale, which every batch has to itself, since it can be set in place.
     """
 
     def __init__(self, tree: Mapping[str, Any], *, rows: int, device: torch.device) -> None:
@@ -31,7 +32,9 @@ class BatchMaker:
         self._plan = _plan(tree)
         self._scales: dict[float, NonTensorData] = {}
         self._new: Callable[..., TensorDict]
+        self._copy: Callable[[NonTensorData], NonTensorData]
         self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
+        self._copy = _twin if _twins_work() else copy.copy
 
     def make(
         self, columns: list[Tensor], index: NDArray[np.int64], *, loss_scale: float
@@ -44,8 +47,7 @@ class BatchMaker:
         if scale is None:
             scale = NonTensorData(loss_scale, batch_size=self._size, device=self._device)
             self._scales[loss_scale] = scale
-        # A copy for every batch, since its value can be set in place; made anew it costs more.
-        fields["loss_scale"] = copy.copy(scale)
+        fields["loss_scale"] = self._copy(scale)
         return self._new(fields, batch_size=self._size, device=self._device)
 
     def _nest(self, plan: _Plan, columns: list[Tensor]) -> dict[str, Any]:
@@ -72,4 +74,27 @@ def _unsafe_works() -> bool:
         same = TensorDict(fields, batch_size=size, device=device)
         return bool((made == same).all()) and made.batch_size == same.batch_size
     except Exception:  # whatever it is that an undocumented function does when it changes
+        return False
+
+
+def _twin(data: NonTensorData) -> NonTensorData:
+    """``copy.copy(data)`` at a third of its cost."""
+    twin: NonTensorData = object.__new__(NonTensorData)
+    twin.__dict__.update(data.__dict__)
+    state: dict[str, Any] = twin.__dict__
+    state["_tensordict"] = TensorDict._new_unsafe(
+        batch_size=data.batch_size, device=data.device
+    )
+    state["_non_tensordict"] = dict(state["_non_tensordict"])
+    return twin
+
+
+def _twins_work() -> bool:
+    data = NonTensorData(1.0, batch_size=torch.Size([2]), device=torch.device("cpu"))
+    try:
+        twin, copied = _twin(data), copy.copy(data)
+        alike = repr(twin) == repr(copied)
+        twin.data = 2.0
+        return alike and (twin.data, data.data) == (2.0, 1.0)
+    except Exception:  # as above
         return False

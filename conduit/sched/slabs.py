@@ -21,7 +21,8 @@ import functools
 
 import torch
 
-from conduit.schema import BlockViews, RowLayout
+from conduit.blocks import BlockViews
+from conduit.schema import RowLayout
 
 __all__ = ["Slab", "SlabPool", "counts_are_reliable"]
 
@@ -34,7 +35,7 @@ class Slab:
     def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
         self.block = layout.block(rows, device)
         self.records = layout.records(self.block)
-        self.views = BlockViews(layout, self.block)
+        self.views = BlockViews(layout.columns, self.block)
         self._storage = self.block.untyped_storage()
         self._pointer = self._storage._cdata
         self._place = self.block.data_ptr(), self._storage.nbytes()

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conduit.blocks import BlockWriter
 from conduit.errors import CapacityError
-from conduit.schema import BlockViews, Records, RowLayout
+from conduit.schema import Records, RowLayout
 from conduit.tiers.memory import MemoryTier
 
 __all__ = ["Runs", "Shard", "ring_rows"]
@@ -99,7 +100,7 @@ class Shard:
         self.inbox_slot = ring_rows(quota_rows, staging_rows)
         self.inbox = tier.block[self.inbox_slot :]
         self.staged = 0
-        self._columns = BlockViews(layout, tier.block)
+        self._writer = BlockWriter(layout.columns, tier.block)
         self._runs = Runs()
         self._head = self._base = 0
 
@@ -117,10 +118,10 @@ class Shard:
         start = (self._head + self.staged) % self.inbox_slot
         first = min(rows, self.inbox_slot - start)
         if first == rows:
-            self._columns.write(values, start, start + rows)
+            self._writer.write(values, start, start + rows)
         else:
-            self._columns.write([v[:first] for v in values], start, start + first)
-            self._columns.write([v[first:] for v in values], 0, rows - first)
+            self._writer.write([v[:first] for v in values], start, start + first)
+            self._writer.write([v[first:] for v in values], 0, rows - first)
         self.staged += rows
 
     def outgoing(self, *, first: int, rows: int) -> Tensor:
@@ -179,7 +180,7 @@ class Shard:
         """Gives the memory back."""
         self.tier.close()
         self.inbox = self.tier.block
-        self._columns = BlockViews(self.layout, self.tier.block)
+        self._writer = BlockWriter(self.layout.columns, self.tier.block)
 
     def slots(self, indices: Index) -> Index:
         """Slots of rows held here, by logical index."""

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from conduit.errors import SchemaError
-from conduit.schema import DTYPES, Field, RowLayout, Schema
+from conduit.fields import DTYPES, Field
+from conduit.schema import RowLayout, Schema
 from conduit.tools.arguments import UsageError
 
 __all__ = ["NamedSchema", "named_schema", "random_rows"]
