@@ -136,7 +136,7 @@ class ExperiencePlane:
             batches=BatchMaker(
                 self._layout.tree, rows=configuration.batch_size, device=world.device
             ),
-            counters=self._counters, device=world.device,
+            counters=self._counters,
         )
 
     # ---------------------------------------------------------------- local calls
@@ -263,6 +263,7 @@ class ExperiencePlane:
     def empty(self) -> None:
         """Forgets all rows, staged ones too. Logical indices go on and are never used again."""
         self._talk(Operation.EMPTY)
+        self._deliveries.clear()
         self._replay.clear()
         self._directory.clear()
         self._shard.clear()
@@ -374,29 +375,34 @@ class ExperiencePlane:
                 self._commits.commit_alone()
             return
         self._begin(operation)
-        # While the other ranks' records are on their way: the draft of the next batch, which is
-        # the batch itself if nothing was staged anywhere.
-        self._deliveries.draft()
-        staged, _ = self._finish()
-        if np.count_nonzero(staged):
-            try:
+        try:
+            # While control records are on their way: most of the next batch, or all of it if
+            # nothing was staged anywhere. (NCCL would hang in what other ranks never join: there
+            # it waits until all have said that they are in the same call.)
+            ahead = self._world.device.type == "cpu"
+            if ahead:
+                self._deliveries.begin()
+            staged, _ = self._finish()
+            if not ahead:
+                self._deliveries.begin()
+            if np.count_nonzero(staged):
                 self._commits.commit(staged)
-            except ConduitError as error:
-                self._failure = error
-                raise
+        except ConduitError as error:
+            self._failure = error
+            raise
 
     def _free(self) -> None:
         self._closed = True
+        self._deliveries.close()
         self._slabs.clear()
         self._shard.close()
         self._world.close()
 
 
 def _shard(configuration: Configuration, world: World) -> Shard:
-    """This rank's shard, with an inbox where rows can come from other ranks."""
+    """This rank's shard."""
     layout, staging_rows = configuration.layout, configuration.staging_rows
-    inbox_rows = configuration.batch_size if world.size > 1 else 0
-    rows = ring_rows(configuration.quotas, staging_rows) + inbox_rows
+    rows = ring_rows(configuration.quotas, staging_rows)
     tier = MemoryTier(
         layout, rows=int(rows[world.rank]), all_rows=int(rows[world.memory_sharers].sum()),
         device=world.device,

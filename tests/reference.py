@@ -8,6 +8,7 @@ functions exactly.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -200,7 +201,9 @@ class Job:
     """A plane on several ranks as one list of rows. Values of rows are integers.
 
     ``live`` are the rows, oldest first; ``staged[r]`` the values that rank r staged; ``batch`` the
-    number of the next batch. ``sample`` returns for every rank its rows in order.
+    number of the next batch. ``sample`` returns for every rank its rows in order. A draft is
+    fetched before the first commit after it was made, what is late in it when it is delivered;
+    ``moved[a, b]`` counts the rows that b fetches from a.
     """
 
     capacity: int
@@ -217,14 +220,19 @@ class Job:
     late_rows: int = 0
     sent_home: int = 0
     skipped: int = 0
+    moved: Counter[tuple[int, int]] = field(default_factory=Counter)
     staged: list[list[int]] = field(init=False)
     _draft: tuple[list[LiveRow], list[int]] | None = None
+    _fetched: bool = False
 
     def __post_init__(self) -> None:
         self.staged = [[] for _ in self.quotas]
 
     def commit(self) -> None:
         """Rows get indices in rank order; the oldest leave; every row finds its holder."""
+        if self._draft is not None and not self._fetched:
+            self._fetch(*self._draft)
+            self._fetched = True
         plan = placed(
             [len(rows) for rows in self.staged], [row.holder for row in self.live], self.quotas,
             self.capacity,
@@ -259,15 +267,19 @@ class Job:
         rows = self.draws()
         if self._draft is None:
             learners = self._route(rows)
+            self._fetch(rows, learners)
         else:
             drafted, learners = self._draft
-            self.late_rows += sum(
-                old.index != new.index for old, new in zip(drafted, rows, strict=True)
-            )
+            late = [
+                (new, learner) for old, new, learner in zip(drafted, rows, learners, strict=True)
+                if old.index != new.index
+            ]
+            self.late_rows += len(late)
+            self._fetch([row for row, _ in late], [learner for _, learner in late])
         self.batch += 1
         # The next batch is drafted over what is committed now.
         following = self.draws()
-        self._draft = following, self._route(following)
+        self._draft, self._fetched = (following, self._route(following)), False
         return [
             [row for row, learner in zip(rows, learners, strict=True) if learner == rank]
             for rank in range(len(self.quotas))
@@ -275,6 +287,12 @@ class Job:
 
     def held(self) -> list[int]:
         return [sum(row.holder == rank for row in self.live) for rank in range(len(self.quotas))]
+
+    def _fetch(self, rows: Sequence[LiveRow], learners: Sequence[int]) -> None:
+        self.moved.update(
+            (row.holder, learner) for row, learner in zip(rows, learners, strict=True)
+            if row.holder != learner
+        )
 
     def _route(self, rows: Sequence[LiveRow]) -> list[int]:
         return routed(self.routing, [row.holder for row in rows], self.hosts, self.batch_rows)

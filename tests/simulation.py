@@ -39,6 +39,7 @@ class Hub:
         self._arrived = threading.Condition()
         self._calls: dict[int, dict[int, list[Tensor]]] = {}
         self._taken: dict[int, int] = {}
+        self._mail: dict[tuple[int, int], list[Tensor]] = {}
         self._broken = False
 
     def put(self, number: int, rank: int, pieces: list[Tensor]) -> None:
@@ -60,11 +61,34 @@ class Hub:
                 del self._calls[number], self._taken[number]
             return came
 
+    def send(self, sender: int, receiver: int, piece: Tensor) -> None:
+        with self._arrived:
+            self._mail.setdefault((sender, receiver), []).append(piece)
+            self._arrived.notify_all()
+
+    def receive(self, sender: int, receiver: int, number: int) -> Tensor:
+        """What ``sender`` sent as its message ``number`` to ``receiver``."""
+        with self._arrived:
+            mail = self._mail.setdefault((sender, receiver), [])
+            self._arrived.wait_for(lambda: self._broken or len(mail) > number, _PATIENCE_S)
+            if len(mail) <= number:
+                raise AssertionError(f"rank {receiver} is alone in call {number} to {sender}")
+            return mail[number]
+
     def abandon(self) -> None:
         """Another rank has failed: nobody waits for it."""
         with self._arrived:
             self._broken = True
             self._arrived.notify_all()
+
+
+class Work:
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._finish()
+        return True
 
 
 class Group:
@@ -73,6 +97,29 @@ class Group:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self.rank = hub, rank
         self.calls = 0
+        self._received: dict[int, int] = {}
+
+    def send(self, pieces: list[Tensor], receiver: int, tag: int) -> Work:
+        [piece] = pieces
+        self.hub.send(self.rank, receiver, piece.clone())
+        return Work(lambda: None)
+
+    def recv(self, pieces: list[Tensor], sender: int, tag: int) -> Work:
+        [piece] = pieces
+        number = self._received.get(sender, 0)
+        self._received[sender] = number + 1
+
+        def receive() -> None:
+            came = self.hub.receive(sender, self.rank, number)
+            assert came.shape == piece.shape, "both ends of a transfer know how much comes"
+            piece.copy_(came)
+
+        return Work(receive)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_sizes: list[int], sizes: list[int]
+    ) -> Work:
+        return Work(self.all_to_all(output, source, output_sizes, sizes))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int] | None,
@@ -91,15 +138,6 @@ class Group:
             output.copy_(torch.cat(came))
 
         return receive
-
-
-class Work:
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._finish()
-        return True
 
 
 def _all_to_all_single(

@@ -144,13 +144,16 @@ def _make_groups(
     number = _made[tuple(ranks)] = _made.get(tuple(ranks), 0) + 1
     here = _store(ranks, f"here {number}")
     here.set(str(rank), "here")
-    make = _job_group if len(ranks) == dist.get_world_size() else _partial_group
-    backends = ("gloo", "gloo", "nccl" if device.type == "cuda" else "gloo")
     try:
-        return [
-            make(f"{name} {number}", backend, ranks, timeout)
-            for name, backend in zip(("control", "watch", "data"), backends, strict=True)
+        devices = _gloo_devices()
+        groups = [
+            _gloo_group(f"{name} {number}", ranks, timeout, devices)
+            for name in (("control", "watch") if device.type == "cuda" else
+                         ("control", "watch", "data"))
         ]
+        if device.type == "cuda":
+            groups.append(_nccl_group(f"data {number}", ranks, timeout))
+        return groups
     except TRANSPORT_ERRORS as error:
         missing = [peer for peer in range(len(ranks)) if not here.check([str(peer)])]
         if missing:
@@ -166,19 +169,20 @@ def _make_groups(
         ) from error
 
 
-def _job_group(name: str, backend: str, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks of the job."""
-    made = dist.new_group(
-        ranks, backend=backend, timeout=timeout, group_desc=f"conduit/{name}"
-    )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+def _gloo_devices() -> list[Any]:
+    """What listens for the groups of one plane: one thread for all of them, where ``new_group``
+    would start one for each, so that a rank is woken once for what arrives together."""
+    gloo: Any = c10d.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not interfaces:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in interfaces]
 
 
-def _partial_group(
-    name: str, backend: str, ranks: list[int], timeout: timedelta
+def _gloo_group(
+    name: str, ranks: list[int], timeout: timedelta, devices: list[Any]
 ) -> dist.ProcessGroup:
-    """A group of some ranks, made by those alone.
+    """A Gloo group of these ranks of the job, made by them alone.
 
     ``new_group(use_local_synchronization=True)`` would be the way, but in torch 2.13 it names the
     group by how many groups a rank is in, so that ranks in different groups wait for each other in
@@ -187,18 +191,35 @@ def _partial_group(
     """
     store = _store(ranks, name)
     rank, size = ranks.index(dist.get_rank()), len(ranks)
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices, options._threads = timeout, devices, len(devices)
     group = dist.ProcessGroup(store, rank, size)
-    made: Any
-    if backend == "nccl":
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        made = c10d.ProcessGroupNCCL(store, rank, size, options)
-        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
-    else:
-        made = c10d.ProcessGroupGloo(store, rank, size, timeout)
-        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+    kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
-    group._register_backend(device, kind, made)
+    group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, options))
+    _unregistered.add(group)
+    return group
+
+
+def _nccl_group(name: str, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """An NCCL group of these ranks of the job, made by them alone (see ``_gloo_group``)."""
+    if len(ranks) == dist.get_world_size():
+        made = dist.new_group(
+            ranks, backend="nccl", timeout=timeout, group_desc=f"conduit/{name}"
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+    store = _store(ranks, name)
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(
+        torch.device("cuda"), kind, c10d.ProcessGroupNCCL(store, rank, size, options)
+    )
     _unregistered.add(group)
     return group
 

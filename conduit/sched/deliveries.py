@@ -1,97 +1,137 @@
-"""A delivery, stage by stage: draw and route, gather what goes away, exchange, gather, views."""
+"""A delivery, stage by stage: draft, fetch, late rows, views."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch import Tensor
 
 from conduit.collectives.exchange import RowExchange
-from conduit.edp.delivery import Ahead, Replay
-from conduit.edp.routing import Transfers
+from conduit.edp.delivery import Ahead, Delivery, Late, Replay
 from conduit.metrics import Counters
 from conduit.sched.batch import BatchMaker
-from conduit.sched.slabs import SlabPool
+from conduit.sched.fetch import Fetch, Wanted, put
+from conduit.sched.slabs import Slab, SlabPool
 from conduit.tiers.shard import Shard
 
 __all__ = ["Deliveries"]
 
-Slots = NDArray[np.int64]
+_NOTHING = np.empty(0, dtype=np.int64)
+_NO_MOVES = (_NOTHING, _NOTHING, _NOTHING, _NOTHING, 0)
+
+
+class _Pending(NamedTuple):
+    """A batch that is being fetched: its slab, logical indices, columns and TensorDict."""
+
+    slab: Slab
+    indices: NDArray[np.int64]
+    columns: list[Tensor]
+    batch: TensorDict
 
 
 class Deliveries:
-    """Turns what the sampler deals into this rank's batches."""
+    """Turns what the sampler deals into this rank's batches.
+
+    A draft is fetched before the commit that may change it, so its rows are still there, and the
+    exchange of rows overlaps that of control records. What the commit changes is fetched after it.
+    """
 
     def __init__(
         self, *, replay: Replay, shard: Shard, exchange: RowExchange, slabs: SlabPool,
-        batches: BatchMaker, counters: Counters, device: torch.device,
+        batches: BatchMaker, counters: Counters,
     ) -> None:
-        self._replay, self._shard, self._exchange = replay, shard, exchange
+        self._replay, self._shard = replay, shard
         self._slabs, self._batches, self._counters = slabs, batches, counters
-        self._outbox = shard.layout.block(0, device)
-        self._outbox_records = shard.layout.records(self._outbox)
-        # The batches known ahead, and the slots of their rows and of the rows to send.
+        self._fetch = Fetch(shard, exchange, counters, what="exchanging the rows of a batch")
+        self._late = Fetch(shard, exchange, counters, what="exchanging late rows")
+        self._pending: _Pending | None = None
+        # The batches known ahead, and what each of them takes.
         self._known: Ahead | None = None
-        self._slots: Slots = np.empty((0, 0), dtype=np.int64)
-        self._send_slots: Slots = np.empty(0, dtype=np.int64)
+        self._wanted: list[Wanted] = []
 
-    def draft(self) -> None:
-        """Local. Prepares the next batch as far as it is known before the commit."""
+    def begin(self) -> None:
+        """Collective. Begins to fetch the next batch as far as it is known before a commit."""
         draft = self._replay.draft()
         if draft is not None:
-            self._locate(draft.ahead)
+            self._pending = self._begin(draft)
 
     def deliver(self, *, contiguous: bool) -> TensorDict:
         """Collective. This rank's rows of the next global batch, as views or ``contiguous`` copies.
         """
-        ahead, row = self._replay.deal()
-        self._locate(ahead)
-        if ahead.transfers is not None and ahead.transfers.moved[row]:
-            self._receive(ahead.transfers, row)
-        slab = self._slabs.take()
-        slots = self._slots[row]
-        self._shard.gather(slots, slab.records)
-        self._counters.samples += 1
-        self._counters.rows_delivered += len(slots)
-        columns = slab.views.fresh()
-        if contiguous:
-            columns = [column.clone(memory_format=torch.contiguous_format) for column in columns]
-        return self._batches.make(columns, ahead.indices[row], loss_scale=1.0)
-
-    def _receive(self, moves: Transfers, row: int) -> None:
-        """Exchanges the rows that change ranks in a delivery; they come to lie in the inbox."""
-        start, stop = moves.send_bounds[row : row + 2]
-        outgoing = stop - start
-        incoming = moves.receive_bounds[row + 1] - moves.receive_bounds[row]
-        if len(self._outbox) < outgoing:
-            self._outbox = self._shard.layout.block(2 * outgoing, self._outbox.device)
-            self._outbox_records = self._shard.layout.records(self._outbox)
-        if outgoing:
-            self._shard.gather(self._send_slots[start:stop], self._outbox_records[:outgoing])
-        self._exchange(
-            self._outbox[:outgoing], moves.send_counts[row],
-            self._shard.inbox[:incoming], moves.receive_counts[row],
-            what="exchanging the rows of a batch",
-        )
-        self._counters.rows_received += incoming
-
-    def _locate(self, ahead: Ahead) -> None:
-        """Finds the slots of all rows of some deliveries, those received being in the inbox."""
-        if ahead is self._known:
-            return
-        shard, moves, indices = self._shard, ahead.transfers, ahead.indices
-        self._known = ahead
-        if moves is None or len(moves.receive) == 0:
-            self._slots = shard.slots(indices)
+        delivery = self._replay.deal()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            pending = self._begin(delivery)
+        if delivery.late is None:
+            self._fetch.finish()
         else:
-            own = np.ones(indices.size, dtype=np.bool_)
-            own[moves.receive] = False
-            slots = np.empty(indices.size, dtype=np.int64)
-            slots[own] = shard.slots(indices.reshape(-1)[own])
-            bounds = np.array(moves.receive_bounds)
-            first = shard.inbox_slot - bounds[:-1].repeat(bounds[1:] - bounds[:-1])
-            slots[moves.receive] = first + np.arange(len(moves.receive))
-            self._slots = slots.reshape(indices.shape)
-        if ahead.send is not None and len(ahead.send):
-            self._send_slots = shard.slots(ahead.send)
+            self._add_late(delivery.late, pending)
+        counters = self._counters
+        counters.samples += 1
+        counters.rows_delivered += len(pending.indices)
+        if not contiguous:
+            return pending.batch
+        copies = [c.clone(memory_format=torch.contiguous_format) for c in pending.columns]
+        return self._batches.make(copies, pending.indices, loss_scale=1.0)
+
+    def clear(self) -> None:
+        """Collective. Drops the batch that is being fetched."""
+        self._fetch.finish()
+        self._pending = None
+
+    def close(self) -> None:
+        """Local. Drops it without waiting for anyone."""
+        self._fetch.abandon()
+        self._late.abandon()
+        self._pending = None
+
+    def _begin(self, delivery: Delivery) -> _Pending:
+        if delivery.ahead is not self._known:
+            self._known, self._wanted = delivery.ahead, self._locate(delivery.ahead)
+        slab = self._slabs.take()
+        self._fetch.begin(self._wanted[delivery.row], slab.records)
+        # Made while rows are on their way.
+        columns, indices = slab.views.fresh(), delivery.ahead.indices[delivery.row].copy()
+        batch = self._batches.make(columns, indices, loss_scale=1.0)
+        return _Pending(slab, indices, columns, batch)
+
+    def _add_late(self, late: Late, pending: _Pending) -> None:
+        """Fetches late rows and puts them in their seats."""
+        count = len(late.seats)
+        block = self._shard.layout.block(count, self._shard.tier.device)
+        records = self._shard.layout.records(block)
+        moves = late.transfers
+        slots = self._shard.slots(late.indices)
+        slots[moves.receive] = 0
+        self._late.begin(
+            Wanted(
+                slots, moves.receive, moves.receive_counts[0], self._shard.slots(late.send),
+                moves.send_counts[0], moves.moved[0],
+            ), records,
+        )
+        self._fetch.finish()
+        self._late.finish()
+        put(records, pending.slab.records, late.seats)
+        pending.indices[late.seats] = late.indices
+
+    def _locate(self, ahead: Ahead) -> list[Wanted]:
+        """Where the rows of some deliveries lie: all at once, which is cheaper than one by one."""
+        slots, moves = self._shard.slots(ahead.indices), ahead.transfers
+        if moves is None:
+            return [Wanted(row, *_NO_MOVES) for row in slots]
+        assert ahead.send is not None
+        slots.reshape(-1)[moves.receive] = 0
+        send_slots = self._shard.slots(ahead.send)
+        places = moves.receive % slots.shape[1]
+        return [
+            Wanted(
+                slots[row], places[moves.receive_bounds[row] : moves.receive_bounds[row + 1]],
+                moves.receive_counts[row],
+                send_slots[moves.send_bounds[row] : moves.send_bounds[row + 1]],
+                moves.send_counts[row], moved,
+            ) for row, moved in enumerate(moves.moved)
+        ]

@@ -46,8 +46,8 @@ class Runs:
     """
 
     def __init__(self) -> None:
-        self._starts = np.empty(64, dtype=np.int64)
-        self._offsets = np.empty(64, dtype=np.int64)
+        self._starts = np.zeros(64, dtype=np.int64)
+        self._offsets = np.zeros(64, dtype=np.int64)
         self._low = self._high = 0
 
     def append(self, index: int, ordinal: int) -> None:
@@ -77,8 +77,9 @@ class Runs:
         self._low = self._high = 0
 
     def ordinals(self, indices: Index, *, turned: int = 0) -> Index:
-        """Ordinals of live rows at logical ``indices``, less ``turned``."""
-        if self._high - self._low == 1:
+        """Ordinals of live rows at logical ``indices``, less ``turned``. For other indices some
+        number, and no error."""
+        if self._high - self._low <= 1:
             return indices + (self._offsets[self._low] - turned)
         live = slice(self._low, self._high)
         run = self._starts[live].searchsorted(indices, side="right") - 1
@@ -89,16 +90,14 @@ class Runs:
 
 
 class Shard:
-    """The rows of one rank. ``inbox`` is room for rows on their way through, addressable like a
-    slot (``inbox_slot``), so that a batch of own and received rows is still one gather."""
+    """The rows of one rank, in a ring of ``ring_rows`` slots."""
 
     def __init__(
         self, layout: RowLayout, tier: MemoryTier, *, quota_rows: int, staging_rows: int
     ) -> None:
         self.layout, self.tier = layout, tier
         self.quota_rows, self.staging_rows = quota_rows, staging_rows
-        self.inbox_slot = ring_rows(quota_rows, staging_rows)
-        self.inbox = tier.block[self.inbox_slot :]
+        self.ring_rows = ring_rows(quota_rows, staging_rows)
         self.staged = 0
         self._writer = BlockWriter(layout.columns, tier.block)
         self._runs = Runs()
@@ -115,8 +114,8 @@ class Shard:
                 cure="Call flush() or sample() more often, extend in smaller pieces, or pass "
                 "ingestion=Ingestion(staging_rows=...)",
             )
-        start = (self._head + self.staged) % self.inbox_slot
-        first = min(rows, self.inbox_slot - start)
+        start = (self._head + self.staged) % self.ring_rows
+        first = min(rows, self.ring_rows - start)
         if first == rows:
             self._writer.write(values, start, start + rows)
         else:
@@ -168,7 +167,7 @@ class Shard:
 
     def _advance(self, head: int, begin: int) -> None:
         self._head, self.staged = head, 0
-        self._base = head // self.inbox_slot * self.inbox_slot
+        self._base = head // self.ring_rows * self.ring_rows
         self._runs.forget_before(begin)
 
     def clear(self) -> None:
@@ -179,15 +178,14 @@ class Shard:
     def close(self) -> None:
         """Gives the memory back."""
         self.tier.close()
-        self.inbox = self.tier.block
         self._writer = BlockWriter(self.layout.columns, self.tier.block)
 
     def slots(self, indices: Index) -> Index:
-        """Slots of rows held here, by logical index."""
+        """Slots of rows held here, by logical index; for others some number, and no error."""
         slots = self._runs.ordinals(indices, turned=self._base)
         # Live rows span less than one turn of the ring, so all that can be needed is one turn back
         # for the negative ones (whose sign, shifted, is a mask of ones).
-        slots += (slots >> 63) & self.inbox_slot
+        slots += (slots >> 63) & self.ring_rows
         return slots
 
     def gather(self, slots: Index, out: Records) -> None:
@@ -195,4 +193,4 @@ class Shard:
         self.tier.gather(slots, out)
 
     def _slots(self, ordinal: int, rows: int) -> Index:
-        return (ordinal + np.arange(rows)) % self.inbox_slot
+        return (ordinal + np.arange(rows)) % self.ring_rows

@@ -111,15 +111,12 @@ def expected(program: Program, setting: Setting) -> Expected:
             else:
                 batches = job.sample()
                 found.samples.append(batches)
-                found.sent.update(
-                    (row.holder, rank) for rank, rows in enumerate(batches) for row in rows
-                    if row.holder != rank
-                )
         elif kind == "empty":
             job.empty()
         elif kind == "agree":
             found.agreed.append(max(arguments[0]))
         found.contents.append(list(job.live))
+    found.sent.update(job.moved)
     return found
 
 

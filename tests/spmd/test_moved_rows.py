@@ -23,19 +23,18 @@ def deliver(
 ) -> dict[str, Any]:
     """Samples from a buffer that was filled by ``filled`` rows a rank and commit, with ``produced``
     new rows a rank and step. Counts, apart from the library, rows of batches that another rank
-    holds and bytes that enter the row exchange."""
+    holds and bytes that are handed to the transport."""
     exchanged = np.zeros(rank.size, dtype=np.int64)
-    send = dist.all_to_all_single
+    send = dist.ProcessGroup.send
 
-    def counting(output: torch.Tensor, source: torch.Tensor, *splits: Any, **more: Any) -> Any:
-        if source.dtype is torch.uint8:
-            assert sum(splits[1]) == len(source)
-            exchanged[:] += [n * source.shape[1] for n in splits[1]]
-        return send(output, source, *splits, **more)
+    def counting(group: dist.ProcessGroup, rows: list[torch.Tensor], to: int, tag: int) -> Any:
+        assert {part.dtype for part in rows} == {torch.uint8}
+        exchanged[to] += sum(part.nbytes for part in rows)
+        return send(group, rows, to, tag)
 
     foreign = 0
     example = {"observation": torch.zeros(17), "done": torch.zeros((), dtype=torch.bool)}
-    with mock.patch.object(dist, "all_to_all_single", counting), make_plane(
+    with mock.patch.object(dist.ProcessGroup, "send", counting), make_plane(
         rank, example, capacity=4_000, batch_rows=batch_rows, routing=routing, quotas=[4_000],
         placement=placement, seed=3,
     ) as plane:
@@ -61,7 +60,9 @@ def _moved_share(results: list[dict[str, Any]], batch_rows: int) -> float:
     for number, result in enumerate(results):
         report = result["report"]
         assert report["rows_delivered"] == SAMPLES * batch_rows
-        assert report["rows_received"] == result["foreign"]
+        # A moved row that a late one displaces was moved for nothing.
+        wasted = report["rows_received"] - result["foreign"]
+        assert 0 <= wasted <= report["late_rows"]
         assert report["sent_bytes"] == result["exchanged"].tolist()
         assert report["sent_bytes"] == [n * report["row_bytes"] for n in report["sent_rows"]]
         assert report["sent_rows"][number] == report["received_rows"][number] == 0
@@ -108,7 +109,9 @@ def test_central_serves_everybody_from_one_rank(pools: Pools, routing: str) -> N
     results = pools[RANKS].run(
         deliver, routing=routing, batch_rows=32, placement="central", produced=2, filled=100
     )
-    assert _moved_share(results, 32) == (RANKS - 1) / RANKS
+    delivered = SAMPLES * 32 * RANKS
+    wasted = results[0]["report"]["late_rows"] / delivered
+    assert (RANKS - 1) / RANKS <= _moved_share(results, 32) <= (RANKS - 1) / RANKS + wasted
     committed = 1_000 + SAMPLES * 2
     assert [result["report"]["rows_sent_home"] for result in results] == [0] + [committed] * 3
     assert [result["report"]["shard_rows"] for result in results] == [4_000, 0, 0, 0]

@@ -58,11 +58,10 @@ def test_collective_rounds_count_without_the_warm_up() -> None:
     assert [len(times[name].iterations_us) for name in ("x", "y")] == [3, 3]
 
 
-def test_ratios_are_taken_within_iterations() -> None:
-    mine, theirs = Times(iterations_us=np.array([1.0, 20.0, 3.0])), Times(
-        iterations_us=np.array([2.0, 40.0, 30.0]))
-    assert mine.over(theirs) == 0.5
-    assert mine.us == 3.0
+def test_turns_are_joined() -> None:
+    turns = [Times(iterations_us=np.array(us)) for us in ([1.0, 20.0], [3.0])]
+    assert Times.joined(turns).iterations_us.tolist() == [1.0, 20.0, 3.0]
+    assert Times.joined(turns).us == 3.0
 
 
 def test_a_table_is_aligned() -> None:

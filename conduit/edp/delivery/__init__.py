@@ -1,5 +1,5 @@
 """Delivery: which rows make a batch. One sampler a file."""
 
-from conduit.edp.delivery.replay import Ahead, Delivery, Replay
+from conduit.edp.delivery.replay import Ahead, Delivery, Late, Replay
 
-__all__ = ["Ahead", "Delivery", "Replay"]
+__all__ = ["Ahead", "Delivery", "Late", "Replay"]

@@ -7,9 +7,8 @@ its draws (see ``draws.py``). The rows that those draws now name are the *late r
 the learner and the position of the draw that it displaces. So the rows of a batch are those of a
 buffer without any staleness, while their way through the cluster was known beforehand.
 
-Draft and routing thereby define the batch. This sampler computes the routing of the draft before
-the first commit after a delivery, although everything is fetched afterwards; a plane that fetches
-ahead delivers the same rows to the same ranks at the same positions.
+Draft and routing thereby define the batch. The draft is dealt, and its fetch begins, before the
+first commit after a delivery; how long before makes no difference to the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.routing import Ranks, Transfers, route, transfers
 
-__all__ = ["Ahead", "Delivery", "Replay"]
+__all__ = ["Ahead", "Delivery", "Late", "Replay"]
 
 Index = NDArray[np.int64]
 
@@ -45,11 +44,25 @@ class Ahead(NamedTuple):
     drawn: Index | None = None
 
 
+class Late(NamedTuple):
+    """What a commit changed in a draft, as far as it concerns one rank.
+
+    Its batch gets the rows at logical ``indices`` in its positions ``seats``, and it sends the rows
+    at ``send``; the numbers in ``transfers`` (one batch of them) are those of the changed draws.
+    """
+
+    seats: Index
+    indices: Index
+    send: Index
+    transfers: Transfers
+
+
 class Delivery(NamedTuple):
-    """A batch: row ``row`` of the batches in ``ahead``."""
+    """A batch: row ``row`` of the batches in ``ahead``, with ``late`` rows in place of some."""
 
     ahead: Ahead
     row: int
+    late: Late | None = None
 
 
 class Replay:
@@ -68,26 +81,25 @@ class Replay:
         self.late_rows = 0
 
     def draft(self) -> Delivery | None:
-        """The draft of the next batch, if one was delivered before. To be called before a commit.
+        """The draft of the next batch, once after each delivery. To be called before a commit.
 
-        It is what ``deal`` will return if nothing is committed until then.
+        It is what ``deal`` will return, but for late rows.
         """
-        if self._delivered and len(self._hosts) > 1:
-            self._draft = self._known()
+        if not self._delivered or len(self._hosts) == 1:
+            return None
         self._delivered = False
+        self._draft = self._known()
         return self._draft
 
     def deal(self) -> Delivery:
         """The next batch, over the rows that the directory now holds (at least one)."""
         draft, self._draft = self._draft, None
-        if draft is None or draft.ahead.end == self._directory.end:
+        if draft is None:
             delivery = self._known()
+        elif draft.ahead.end == self._directory.end:
+            delivery = draft
         else:
-            assert draft.ahead.learners is not None and draft.ahead.drawn is not None
-            learners = draft.ahead.learners[draft.row : draft.row + 1]
-            delivery = Delivery(self._plan(1, learners), 0)
-            drawn, drafted = delivery.ahead.drawn, draft.ahead.drawn[draft.row]
-            self.late_rows += int(np.count_nonzero(drawn != drafted))
+            delivery = draft._replace(late=self._late(draft))
         self._delivered = True
         self.batch += 1
         return delivery
@@ -107,16 +119,35 @@ class Replay:
             row = 0
         return Delivery(ahead, row)
 
-    def _plan(self, most: int, learners: Ranks | None = None) -> Ahead:
-        """Up to ``most`` batches from the next one on, routed unless ``learners`` are given."""
+    def _late(self, draft: Delivery) -> Late | None:
+        """What was committed since the draft changes in it; None if that is nothing."""
+        directory, rank = self._directory, self._rank
+        learners, drawn, moves = draft.ahead.learners, draft.ahead.drawn, draft.ahead.transfers
+        assert learners is not None and drawn is not None and moves is not None
+        positions = self._draws.positions(self.batch, directory.size)
+        indices = directory.indices(positions)
+        changed = (indices != drawn[draft.row]).nonzero()[0]
+        if len(changed) == 0:
+            return None
+        self.late_rows += len(changed)
+        indices = indices[changed]
+        late = transfers(
+            learners[draft.row, changed][None], directory.holders(positions[changed])[None],
+            rank, len(self._hosts),
+        )
+        mine = late.mine[0]
+        seats = moves.mine[draft.row].searchsorted(changed[mine] + draft.row * drawn.shape[1])
+        return Late(seats, indices[mine], indices[late.send], late)
+
+    def _plan(self, most: int) -> Ahead:
+        """Up to ``most`` batches from the next one on."""
         directory = self._directory
         positions = self._draws.ahead(self.batch, directory.size)[:most]
         indices = directory.indices(positions)
         if len(self._hosts) == 1:
             return Ahead(self.batch, directory.end, indices)
         holders = directory.holders(positions)
-        if learners is None:
-            learners = route(self._routing, holders, self._hosts, self._batch_rows)
+        learners = route(self._routing, holders, self._hosts, self._batch_rows)
         moves = transfers(learners, holders, self._rank, len(self._hosts))
         drawn = indices.reshape(-1)
         return Ahead(

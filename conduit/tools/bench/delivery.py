@@ -24,6 +24,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
+from statistics import median
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ __all__ = ["COMMAND"]
 _CHUNK_ROWS = 1_024
 _POOL_CHUNKS = 4
 _SEED = 0
+_TURNS = 10
+_WARM_UP = 3
 
 COLUMNS = (
     Column(key="routing"), Column(key="batch", form=","), Column(key="us", form=",.1f"),
@@ -229,7 +232,8 @@ def _notes(options: Options, job: Job) -> list[str]:
         "small: all-to-all of one int64 a peer; transfer: bare all-to-all of the bytes moved, and "
         "the gather",
         "fixed_us: us without the transfer; fixed: the same, counted in small collectives",
-        *(["peer: with 1 learner only the second rank samples, else all do, the first by a plain "
+        *([f"plane and peer take {_TURNS} turns; vs_peer: median of the turns' ratios of medians",
+           "peer: with 1 learner only the second rank samples, else all do, the first by a plain "
            "call"] if options.peer else []),
     ]
 
@@ -246,7 +250,8 @@ def _race(
     options: Options, job: Job, report: Reporter, plane: ExperiencePlane, floor: Floor,
     peer: TorchRLRemote | None,
 ) -> list[Row]:
-    """Collective. Takes turns, and tells what the plane did meanwhile by its own reports."""
+    """Collective. Plane and peer take turns of some iterations, so that neither finds the caches as
+    the other has left them, and both meet the same drift of the machine."""
     bare = BareTransfer(job, options.schema.layout.row_bytes)
     produced = cycle([
         random_rows(options.schema.schema, options.produce, seed=_SEED + i)
@@ -262,40 +267,58 @@ def _race(
         accounts.append(plane.report())
         bare.follow(accounts[-2], accounts[-1])
 
-    steps = [
+    ours = [
         Step(name="sample", call=plane.sample, before=before, after=after),
         Step(name="gather", call=floor.gather(options.batch, seed=_SEED + job.rank)),
         Step(name="bare", call=bare),
     ]
     if job.ranks > 1:
-        steps.append(Step(name="small", call=SmallCollective(job)))
+        ours.append(Step(name="small", call=SmallCollective(job)))
+    theirs = []
     if peer is not None:
-        steps.append(Step(name="everyone", call=peer.sample))
-        steps.append(Step(name="one", call=peer.sample if job.rank == 1 else lambda: None))
-    times = collective_rounds(
-        job, steps, iterations=options.iterations, warm_up=max(options.iterations // 10, 3),
-        progress=report.progress, what=f"{options.routing} delivery",
-    )
-    row = _row(options, job, times, accounts[-1 - options.iterations], accounts[-1])
+        theirs.append(Step(name="everyone", call=peer.sample))
+        theirs.append(Step(name="one", call=peer.sample if job.rank == 1 else lambda: None))
+    turns: list[dict[str, Times]] = []
+    spans: list[tuple[Report, Report]] = []
+    for iterations in _turns(options.iterations):
+        turn: dict[str, Times] = {}
+        for steps in (ours, theirs):
+            turn |= collective_rounds(
+                job, steps, iterations=iterations, warm_up=_WARM_UP, progress=report.progress,
+                what=f"{options.routing} delivery, turn {len(turns) + 1} of {_TURNS}",
+            )
+        spans.append((accounts[-1 - iterations], accounts[-1]))
+        del accounts[:-1]
+        turns.append(turn)
+    times = {name: Times.joined([turn[name] for turn in turns]) for name in turns[0]}
+    row = _row(options, job, times, spans)
     if peer is None:
         return [row]
     return [
         replace(
             row, peer=peer.name, peer_learners=learners, peer_us=round(times[step].us, 3),
-            vs_peer=round(times["sample"].over(times[step]), 4), peer_version=peer.version,
+            vs_peer=round(median(turn["sample"].us / turn[step].us for turn in turns), 4),
+            peer_version=peer.version,
         )
         for step, learners in (("everyone", job.ranks), ("one", 1))
     ]
 
 
+def _turns(iterations: int) -> list[int]:
+    """The iterations of every turn: as equal as can be, and none without any."""
+    shares = [iterations // _TURNS + (turn < iterations % _TURNS) for turn in range(_TURNS)]
+    return [share for share in shares if share]
+
+
 def _row(
-    options: Options, job: Job, times: dict[str, Times], first: Report, last: Report
+    options: Options, job: Job, times: dict[str, Times], spans: list[tuple[Report, Report]]
 ) -> Row:
-    """Collective. What happened between two of the plane's reports, summed over ranks."""
+    """Collective. What happened between pairs of the plane's reports, summed over ranks."""
     delivered, moved, sent_home = job.total(np.array([
-        last.rows_delivered - first.rows_delivered, last.rows_received - first.rows_received,
-        last.rows_sent_home - first.rows_sent_home,
+        sum(getattr(last, name) - getattr(first, name) for first, last in spans)
+        for name in ("rows_delivered", "rows_received", "rows_sent_home")
     ])).tolist()
+    row_bytes = options.schema.layout.row_bytes
     sample, gather = times["sample"], times["gather"]
     transfer = Times(iterations_us=gather.iterations_us + times["bare"].iterations_us)
     small = times["small"].us if "small" in times else None
@@ -303,14 +326,14 @@ def _row(
     return Row(
         schema=options.schema.name, routing=options.routing, batch=options.batch,
         us=round(sample.us, 3), rows_per_s=round(options.batch * job.ranks / sample.us * 1e6, 1),
-        rows_delivered=delivered, rows_moved=moved, bytes_moved=moved * last.row_bytes,
+        rows_delivered=delivered, rows_moved=moved, bytes_moved=moved * row_bytes,
         moved_share=moved / delivered, small_collective_us=small and round(small, 3),
         gather_us=round(gather.us, 3), transfer_us=round(transfer.us, 3),
         fixed_us=round(fixed_us, 3), fixed_collectives=small and round(fixed_us / small, 3),
         us_min=round(float(sample.iterations_us.min()), 3), us_p99=round(sample.p99_us, 3),
         iterations=options.iterations, produce=options.produce,
-        rows=options.rows, row_bytes=last.row_bytes, rows_sent_home=sent_home,
-        late_rows=last.late_rows - first.late_rows,
+        rows=options.rows, row_bytes=row_bytes, rows_sent_home=sent_home,
+        late_rows=sum(last.late_rows - first.late_rows for first, last in spans),
     )
 
 

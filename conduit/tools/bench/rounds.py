@@ -8,7 +8,7 @@ microseconds by which ranks leave the barrier at different times, for all steps 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,9 +46,10 @@ class Times:
     def p99_us(self) -> float:
         return float(np.percentile(self.iterations_us, 99))
 
-    def over(self, other: Times) -> float:
-        """The median ratio of this step's to the other's time in the same iteration."""
-        return float(np.median(self.iterations_us / other.iterations_us))
+    @classmethod
+    def joined(cls, parts: Sequence[Times]) -> Times:
+        """The times of several turns."""
+        return cls(iterations_us=np.concatenate([part.iterations_us for part in parts]))
 
 
 def collective_rounds(

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conduit.edp.directory import Directory
+from conduit.edp.ingestion import plan_commit
 from conduit.edp.placement import Balanced, Central, checked_quotas
 from conduit.errors import CapacityError, ConduitError, WorldError
 from tests.properties import examples
@@ -29,10 +31,24 @@ class Fixed:
 @given(capacity=st.integers(1, 10**12), ranks=st.integers(1, 300))
 def test_balanced_shares_are_equal(capacity: int, ranks: int) -> None:
     shares = Balanced().quotas(capacity=capacity, ranks=ranks)
+    slack = capacity // ranks // 64 if ranks > 1 else 0
     assert len(shares) == ranks
-    assert sum(shares) == capacity
+    assert sum(shares) == capacity + ranks * slack
     assert max(shares) - min(shares) <= 1
     assert shares == sorted(shares, reverse=True)
+
+
+def test_new_rows_stay_where_they_are_produced_after_larger_blocks() -> None:
+    """Blocks of 50 rows a rank fill the buffer; then 5 rows a rank replace 5 times as many."""
+    quotas = checked_quotas(Balanced(), capacity=10_000, ranks=2)
+    directory = Directory(capacity=10_000, ranks=2)
+    sent = 0
+    for staged in [50] * 100 + [5] * 2_000:
+        plan = plan_commit(np.array([staged, staged]), directory, quotas)
+        sent += int(plan.sent_by(0).sum() + plan.sent_by(1).sum())
+        directory.append(plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
+                         arriving=plan.arriving)
+    assert sent == 0
 
 
 @examples(50)
