@@ -33,16 +33,31 @@ class BatchMaker:
         self._scales: dict[float, NonTensorData] = {}
         self._new: Callable[..., TensorDict]
         self._copy: Callable[[NonTensorData], NonTensorData]
-        self._new = TensorDict._new_unsafe if _unsafe_works() else TensorDict
+        self._unsafe = _unsafe_works()
+        self._new = TensorDict._new_unsafe if self._unsafe else TensorDict
         self._copy = _twin if _twins_work() else copy.copy
 
     def make(
-        self, columns: list[Tensor], index: NDArray[np.int64], *, loss_scale: float
+        self, columns: list[Tensor], index: NDArray[np.int64], *, loss_scale: float = 1.0
     ) -> TensorDict:
         """A TensorDict of ``columns`` (in column order), index and loss scale."""
-        fields = self._nest(self._plan, columns)
+        batch = self.prepare(columns, loss_scale=loss_scale)
+        self.number(batch, index)
+        return batch
+
+    def number(self, batch: TensorDict, index: NDArray[np.int64]) -> None:
+        """Adds the logical indices of its rows to a batch that was prepared without them."""
         tensor = torch.from_numpy(index)
-        fields["index"] = tensor if self._device.type == "cpu" else tensor.to(self._device)
+        if self._device.type != "cpu":
+            tensor = tensor.to(self._device)
+        if self._unsafe:
+            batch._tensordict["index"] = tensor
+        else:
+            batch["index"] = tensor
+
+    def prepare(self, columns: list[Tensor], *, loss_scale: float = 1.0) -> TensorDict:
+        """``make`` without the index."""
+        fields = self._nest(self._plan, columns)
         scale = self._scales.get(loss_scale)
         if scale is None:
             scale = NonTensorData(loss_scale, batch_size=self._size, device=self._device)
@@ -71,6 +86,7 @@ def _unsafe_works() -> bool:
     fields: dict[Any, Any] = {"a": torch.zeros(2, 3, device=device)}
     try:
         made = TensorDict._new_unsafe(dict(fields), batch_size=size, device=device)
+        made._tensordict["b"] = fields["b"] = torch.ones(2)
         same = TensorDict(fields, batch_size=size, device=device)
         return bool((made == same).all()) and made.batch_size == same.batch_size
     except Exception:  # whatever it is that an undocumented function does when it changes

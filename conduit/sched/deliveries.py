@@ -76,7 +76,7 @@ class Deliveries:
         if not contiguous:
             return pending.batch
         copies = [c.clone(memory_format=torch.contiguous_format) for c in pending.columns]
-        return self._batches.make(copies, pending.indices, loss_scale=1.0)
+        return self._batches.make(copies, pending.indices)
 
     def clear(self) -> None:
         """Collective. Drops the batch that is being fetched."""
@@ -94,9 +94,12 @@ class Deliveries:
             self._known, self._wanted = delivery.ahead, self._locate(delivery.ahead)
         slab = self._slabs.take()
         self._fetch.begin(self._wanted[delivery.row], slab.records)
-        # Made while rows are on their way.
-        columns, indices = slab.views.fresh(), delivery.ahead.indices[delivery.row].copy()
-        batch = self._batches.make(columns, indices, loss_scale=1.0)
+        # While rows are on their way:
+        columns, batch = slab.batch(self._batches.prepare)
+        indices = delivery.ahead.indices[delivery.row]
+        if delivery.ahead.transfers is not None:
+            indices = indices.copy()  # late rows will change it
+        self._batches.number(batch, indices)
         return _Pending(slab, indices, columns, batch)
 
     def _add_late(self, late: Late, pending: _Pending) -> None:
