@@ -88,6 +88,14 @@ class Configuration:
             "staging": self.staging_rows, "name": _hash(self.name),
         }
 
+    def told(self, field: str) -> str:
+        """What this rank has for a part of the fingerprint, for people."""
+        values = {
+            "schema": self.layout.schema.description, "placement": self.quotas.tolist(),
+            "staging": self.staging_rows,
+        }
+        return repr(values[field] if field in values else getattr(self, field))
+
 
 def _integer(argument: str, value: Any, *, least: int | None, rank: int) -> int:
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from conduit.collectives.control import FINGERPRINT, Control, Operation
+from conduit.collectives.control import FINGERPRINT, Control, Operation, told_ranks
 from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
@@ -129,7 +129,6 @@ class ExperiencePlane:
         self._commits = Commits(
             directory=self._directory, shard=self._shard, exchange=self._exchange,
             quotas=configuration.quotas, rank=world.rank, counters=self._counters,
-            fence=self._fence,
         )
         self._deliveries = Deliveries(
             replay=self._replay, shard=self._shard, exchange=self._exchange, slabs=self._slabs,
@@ -312,6 +311,8 @@ class ExperiencePlane:
         except DesyncError as error:
             if error.field == "schema":
                 self._refuse_schemas(error)
+            if error.field in FINGERPRINT:
+                self._refuse_arguments(error)
             raise
 
     def _refuse_schemas(self, error: DesyncError) -> NoReturn:
@@ -331,6 +332,20 @@ class ExperiencePlane:
         raise SchemaError(
             "other ranks have different schemas", rank=self._world.rank,
             cure="Give every rank the same example",
+        ) from error
+
+    def _refuse_arguments(self, error: DesyncError) -> NoReturn:
+        """Says which rank gave which argument. All ranks came here together."""
+        field = str(error.field)
+        texts = self._control.gather_text(self._configuration.told(field))
+        ranks: dict[str, list[int]] = {}
+        for peer, text in enumerate(texts):
+            ranks.setdefault(text, []).append(peer)
+        raise DesyncError(
+            f"ranks disagree on {field}", rank=self._world.rank, field=field,
+            expected="one value on all ranks",
+            got="; ".join(f"{text} on {told_ranks(who)}" for text, who in ranks.items()),
+            cure=error.cure,
         ) from error
 
     def _check_open(self) -> None:
@@ -364,9 +379,6 @@ class ExperiencePlane:
             self._failure = error
             raise
 
-    def _fence(self) -> None:
-        self._talk(Operation.FENCE)
-
     def _synchronise(self, operation: Operation) -> None:
         """Commits what all ranks staged."""
         if self._world.size == 1:
@@ -386,7 +398,7 @@ class ExperiencePlane:
             if not ahead:
                 self._deliveries.begin()
             if np.count_nonzero(staged):
-                self._commits.commit(staged)
+                self._commits.commit(staged, fence=lambda: self._talk(Operation.FENCE))
         except ConduitError as error:
             self._failure = error
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -867,3 +868,14 @@ def test_who_keeps_batches_pays_for_them() -> None:
     for batch, copy in zip(kept, copies, strict=True):
         assert_batch(batch, numbers_of(copy), copy["index"].tolist())
     assert plane.report().fresh_slabs <= fresh + 1
+
+
+def test_a_plane_that_is_dropped_gives_its_memory_back_at_once() -> None:
+    plane = filled()
+    gone = weakref.ref(plane._shard)
+    gc.disable()
+    try:
+        del plane
+        assert gone() is None, "nothing of a plane waits for the garbage collector"
+    finally:
+        gc.enable()

@@ -298,6 +298,9 @@ def test_ranks_with_other_arguments_are_named(options: dict[str, Any]) -> None:
             assert error.field == named.get(option, option)
             assert "rank 1" in str(error)
             assert "ranks [0, 2]" in str(error)
+            if isinstance(options[option], (int, str)):
+                # What the user wrote, not what stands for it in the record.
+                assert f"{options[option]!r} on rank 1" in str(error)
 
 
 def test_ranks_with_other_schemas_are_told_the_field() -> None:

@@ -24,7 +24,7 @@ from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import DesyncError, WorldError
 
-__all__ = ["FINGERPRINT", "Control", "Operation"]
+__all__ = ["FINGERPRINT", "Control", "Operation", "told_ranks"]
 
 Counts = NDArray[np.int64]
 
@@ -120,7 +120,7 @@ class Control:
         if np.count_nonzero(got[:, _FAILED]):
             who = np.flatnonzero(got[:, _FAILED]).tolist()
             raise WorldError(
-                f"{_ranks(who)} failed before {self._call()}", rank=self._world.rank,
+                f"{told_ranks(who)} failed before {self._call()}", rank=self._world.rank,
                 cure="See the error raised there",
             )
         agreed = got[:, :_STAGED]
@@ -138,7 +138,7 @@ class Control:
             name = _operation_name(int(record[_OPERATION]))
             calls.setdefault(f"{name} (call {record[_NUMBER]})", []).append(peer)
         if len(calls) > 1:
-            told = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in calls.items())
+            told = "; ".join(f"{told_ranks(ranks)} called {call}" for call, ranks in calls.items())
             raise DesyncError(
                 f"ranks made different collective calls: {told}", rank=rank,
                 cure="Make the same collective calls in the same order on every rank: never guard "
@@ -148,7 +148,7 @@ class Control:
         values: dict[int, list[int]] = {}
         for peer, value in enumerate(agreed[:, column].tolist()):
             values.setdefault(value, []).append(peer)
-        told = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in values.items())
+        told = "; ".join(f"{told_ranks(ranks)} {value}" for value, ranks in values.items())
         raise DesyncError(
             f"ranks disagree on {AGREED[column]}", rank=rank, field=AGREED[column],
             expected="one value on all ranks", got=told,
@@ -183,5 +183,6 @@ def _operation_name(code: int) -> str:
         return f"operation {code}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def told_ranks(ranks: list[int]) -> str:
+    """``rank 1`` or ``ranks [1, 2]``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -161,7 +161,8 @@ def _make_groups(
                 f"ranks {missing} did not come to making the plane", rank=rank,
                 expected="all ranks within the timeout of the job's process group",
                 got=f"nothing from ranks {missing}",
-                cure="Make the plane on every rank of its group, in the same order as others",
+                cure="Make the plane on every rank of its group, in the same order as others, and "
+                "start the job anew: ranks have now counted different numbers of planes",
             ) from error
         raise WorldError(
             "the groups of the plane could not be made", rank=rank,

@@ -20,26 +20,26 @@ Counts = NDArray[np.int64]
 
 
 class Commits:
-    """Applies commits to the directory, which all ranks share, and to this rank's shard.
-
-    ``fence`` is a collective call after which no rank reads rows that left in earlier commits.
-    """
+    """Applies commits to the directory, which all ranks share, and to this rank's shard."""
 
     def __init__(
         self, *, directory: Directory, shard: Shard, exchange: RowExchange, quotas: Counts,
-        rank: int, counters: Counters, fence: Callable[[], None],
+        rank: int, counters: Counters,
     ) -> None:
         self._directory, self._shard, self._exchange = directory, shard, exchange
         self._quotas, self._rank = quotas, rank
-        self._counters, self._fence = counters, fence
+        self._counters = counters
 
-    def commit(self, staged: Counts) -> None:
-        """Collective. Commits the rows that the ranks staged, int64 ``[ranks]``."""
+    def commit(self, staged: Counts, *, fence: Callable[[], object]) -> None:
+        """Collective. Commits the rows that the ranks staged, int64 ``[ranks]``.
+
+        ``fence`` is a collective call after which no rank reads rows that left in earlier commits.
+        """
         directory, shard, rank = self._directory, self._shard, self._rank
         plan = plan_commit(staged, directory, self._quotas)
         occupied = directory.held + plan.dropped + plan.arriving
         if np.count_nonzero(occupied > self._quotas + shard.staging_rows):
-            self._fence()
+            fence()
             self._counters.fences += 1
         received = self._send_home(plan) if plan.moves else None
         starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
