@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from conduit.collectives.control import FINGERPRINT, Control, Operation, told_ranks
+from conduit.collectives.control import FINGERPRINT, Control, Operation
 from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
@@ -344,7 +344,7 @@ class ExperiencePlane:
         raise DesyncError(
             f"ranks disagree on {field}", rank=self._world.rank, field=field,
             expected="one value on all ranks",
-            got="; ".join(f"{text} on {told_ranks(who)}" for text, who in ranks.items()),
+            got="; ".join(f"{text} on {self._world.told(who)}" for text, who in ranks.items()),
             cure=error.cure,
         ) from error
 

@@ -24,7 +24,7 @@ from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import DesyncError, WorldError
 
-__all__ = ["FINGERPRINT", "Control", "Operation", "told_ranks"]
+__all__ = ["FINGERPRINT", "Control", "Operation"]
 
 Counts = NDArray[np.int64]
 
@@ -120,7 +120,7 @@ class Control:
         if np.count_nonzero(got[:, _FAILED]):
             who = np.flatnonzero(got[:, _FAILED]).tolist()
             raise WorldError(
-                f"{told_ranks(who)} failed before {self._call()}", rank=self._world.rank,
+                f"{self._world.told(who)} failed before {self._call()}", rank=self._world.rank,
                 cure="See the error raised there",
             )
         agreed = got[:, :_STAGED]
@@ -138,7 +138,9 @@ class Control:
             name = _operation_name(int(record[_OPERATION]))
             calls.setdefault(f"{name} (call {record[_NUMBER]})", []).append(peer)
         if len(calls) > 1:
-            told = "; ".join(f"{told_ranks(ranks)} called {call}" for call, ranks in calls.items())
+            told = "; ".join(
+                f"{self._world.told(ranks)} called {call}" for call, ranks in calls.items()
+            )
             raise DesyncError(
                 f"ranks made different collective calls: {told}", rank=rank,
                 cure="Make the same collective calls in the same order on every rank: never guard "
@@ -148,7 +150,7 @@ class Control:
         values: dict[int, list[int]] = {}
         for peer, value in enumerate(agreed[:, column].tolist()):
             values.setdefault(value, []).append(peer)
-        told = "; ".join(f"{told_ranks(ranks)} {value}" for value, ranks in values.items())
+        told = "; ".join(f"{self._world.told(ranks)} {value}" for value, ranks in values.items())
         raise DesyncError(
             f"ranks disagree on {AGREED[column]}", rank=rank, field=AGREED[column],
             expected="one value on all ranks", got=told,
@@ -181,8 +183,3 @@ def _operation_name(code: int) -> str:
         return Operation(code).name.lower()
     except ValueError:
         return f"operation {code}"
-
-
-def told_ranks(ranks: list[int]) -> str:
-    """``rank 1`` or ``ranks [1, 2]``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -37,14 +37,14 @@ def raise_missing(world: World, call: str, cause: Exception) -> NoReturn:
         ) from cause
     if gone:
         raise WorldError(
-            f"ranks {gone} are gone in {call}", rank=world.rank,
+            f"lost {world.told(gone)} in {call}", rank=world.rank,
             cure="A process ended or was killed: see its log. Restart the job",
         ) from cause
     if late:
         raise TimeoutError(
-            f"ranks {late} did not come to {call}", rank=world.rank,
+            f"{world.told(late)} did not come to {call}", rank=world.rank,
             expected=f"all ranks within {world.timeout.total_seconds():g} s",
-            got=f"nothing from ranks {late}",
+            got=f"nothing from {world.told(late)}",
             cure="Make the same collective calls on every rank; if a rank is slow for a reason, "
             "give the plane a longer timeout",
         ) from cause

@@ -37,7 +37,8 @@ does not know."""
 class World:
     """Ranks ``0 .. size-1`` of one plane; ``hosts[r]`` numbers the host of rank r by first rank.
 
-    In a world of one the groups are None and nothing is ever sent.
+    ``numbers[r]`` is what rank r is called in the job, where that is another number. In a world of
+    one the groups are None and nothing is ever sent.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class World:
     device: torch.device
     timeout: timedelta
     hosts: NDArray[np.int64]
+    numbers: list[int] | None = None
     control: dist.ProcessGroup | None = None
     watch: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -103,6 +105,7 @@ class World:
         return cls(
             rank=dist.get_rank(base), size=size, device=device, timeout=timeout,
             hosts=np.array(hosts, dtype=np.int64), control=control, watch=watch, data=data,
+            numbers=ranks if ranks != list(range(size)) else None,
         )
 
     @classmethod
@@ -119,6 +122,11 @@ class World:
             return np.arange(self.size) == self.rank
         return self.hosts == self.hosts[self.rank]
 
+    def told(self, ranks: list[int]) -> str:
+        """``rank 1`` or ``ranks [1, 2]``, in a plane on part of the job with their numbers there.
+        """
+        return _told(ranks, self.numbers)
+
     def close(self) -> None:
         """Local. Gives up the plane's own groups."""
         made = self.control, self.watch, self.data
@@ -128,6 +136,13 @@ class World:
                 _unregistered.remove(group)
             elif group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def _told(ranks: list[int], numbers: list[int] | None) -> str:
+    text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+    if numbers is None:
+        return text
+    return f"{text} (in the job {_told([numbers[rank] for rank in ranks], None)})"
 
 
 _made: dict[tuple[int, ...], int] = {}
@@ -157,10 +172,11 @@ def _make_groups(
     except TRANSPORT_ERRORS as error:
         missing = [peer for peer in range(len(ranks)) if not here.check([str(peer)])]
         if missing:
+            who = _told(missing, ranks if ranks != list(range(len(ranks))) else None)
             raise TimeoutError(
-                f"ranks {missing} did not come to making the plane", rank=rank,
+                f"{who} did not come to making the plane", rank=rank,
                 expected="all ranks within the timeout of the job's process group",
-                got=f"nothing from ranks {missing}",
+                got=f"nothing from {who}",
                 cure="Make the plane on every rank of its group, in the same order as others, and "
                 "start the job anew: ranks have now counted different numbers of planes",
             ) from error

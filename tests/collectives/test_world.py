@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from conduit import ExperiencePlane, WorldError
 from conduit.collectives.world import World, _host_identity
 from tests.numbered import EXAMPLE, numbered
+from tests.simulation import Simulation
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=10)
@@ -101,3 +103,14 @@ def test_a_host_is_known_by_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -
         # A name says nothing where shared memory can be told apart.
         monkeypatch.setattr("platform.node", lambda: "elsewhere")
         assert _host_identity() == identity
+
+
+def test_ranks_of_a_part_are_told_with_their_numbers_in_the_job() -> None:
+    with Simulation([0, 0, 0]) as simulated:
+        [world, *_] = simulated.run(
+            lambda rank: World.join(device=CPU, timeout=TIMEOUT)
+        )
+    assert (world.told([1]), world.told([0, 2])) == ("rank 1", "ranks [0, 2]")
+    part = replace(world, numbers=[1, 4, 5])
+    assert part.told([1]) == "rank 1 (in the job rank 4)"
+    assert part.told([0, 2]) == "ranks [0, 2] (in the job ranks [1, 5])"

@@ -290,3 +290,26 @@ def test_rows_come_from_the_own_host_first(pools: Pools, hosts: list[int]) -> No
         received = np.array(results[number]["received"])
         assert results[number]["hosts"] == 2
         assert received[near] > 5 * received[2 - near] > 0
+
+
+def disagree(rank: Rank) -> str:
+    """Ranks 1 and 3 of the job are ranks 0 and 1 of the plane, and call different things."""
+    group = dist.new_group([1, 3])
+    if rank.number not in (1, 3):
+        return ""
+    plane = make_plane(rank, EXAMPLE, capacity=60, batch_rows=32, group=group)
+    with pytest.raises(conduit.DesyncError) as caught:
+        (plane.flush if rank.number == 1 else plane.empty)()
+    plane.close()
+    return str(caught.value)
+
+
+def test_errors_on_a_sub_group_name_the_ranks_of_the_job() -> None:
+    world = Ranks(4)
+    try:
+        _, first, _, last = world.run(disagree)
+    finally:
+        world.close()
+    for text in (first, last):
+        assert "rank 0 (in the job rank 1) called flush" in text
+        assert "rank 1 (in the job rank 3) called empty" in text
