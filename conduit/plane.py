@@ -6,7 +6,6 @@ import time
 import zlib
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -18,12 +17,13 @@ from conduit.collectives.control import FINGERPRINT, Control, Operation
 from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
+from conduit.creation import create_together
 from conduit.edp.delivery import Replay
 from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
-from conduit.errors import ConduitError, DesyncError, EmptyError, SchemaError, WorldError
+from conduit.errors import ConduitError, EmptyError, WorldError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
@@ -94,6 +94,7 @@ class ExperiencePlane:
         world = World.join(device=chosen_device(device), timeout=timeout, group=group)
         self._world = world
         fingerprint = dict.fromkeys(FINGERPRINT, 0)
+        configuration: Configuration | None = None
         problem: Exception | None = None
         # A rank whose arguments are bad still takes part in the first exchange, so that the others
         # learn of it there instead of waiting for it.
@@ -111,10 +112,11 @@ class ExperiencePlane:
             problem = error
         self._control = Control(world, fingerprint)
         try:
-            self._agree_to_begin(problem)
+            create_together(self._control, world, configuration, problem)
         except Exception:
             world.close()
             raise
+        assert configuration is not None
         self._counters = Counters()
         self._exchange = RowExchange(world, self._layout.row_bytes)
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
@@ -294,59 +296,6 @@ class ExperiencePlane:
             self._free()
 
     # ------------------------------------------------------------------- internals
-
-    def _agree_to_begin(self, problem: Exception | None) -> None:
-        """The first exchange: all ranks could make their part, from equal arguments."""
-        world = self._world
-        if world.size == 1:
-            if problem is not None:
-                raise problem
-            return
-        try:
-            self._control.exchange(Operation.CREATE, failed=problem is not None)
-        except WorldError:
-            if problem is not None:
-                raise problem from None
-            raise
-        except DesyncError as error:
-            if error.field == "schema":
-                self._refuse_schemas(error)
-            if error.field in FINGERPRINT:
-                self._refuse_arguments(error)
-            raise
-
-    def _refuse_schemas(self, error: DesyncError) -> NoReturn:
-        """Says in which fields the ranks' schemas differ. All ranks came here together."""
-        texts = self._control.gather_text(self.schema.description)
-        mine = self.schema.field_texts
-        for peer, text in enumerate(texts):
-            theirs = Schema.from_description(text).field_texts
-            for key in sorted(mine.keys() | theirs.keys()):
-                if mine.get(key) != theirs.get(key):
-                    raise SchemaError(
-                        f"rank {peer} has another schema", rank=self._world.rank, field=key,
-                        expected=f"{mine.get(key, 'no such field')} as here",
-                        got=theirs.get(key, "no such field"),
-                        cure="Give every rank the same example",
-                    ) from error
-        raise SchemaError(
-            "other ranks have different schemas", rank=self._world.rank,
-            cure="Give every rank the same example",
-        ) from error
-
-    def _refuse_arguments(self, error: DesyncError) -> NoReturn:
-        """Says which rank gave which argument. All ranks came here together."""
-        field = str(error.field)
-        texts = self._control.gather_text(self._configuration.told(field))
-        ranks: dict[str, list[int]] = {}
-        for peer, text in enumerate(texts):
-            ranks.setdefault(text, []).append(peer)
-        raise DesyncError(
-            f"ranks disagree on {field}", rank=self._world.rank, field=field,
-            expected="one value on all ranks",
-            got="; ".join(f"{text} on {self._world.told(who)}" for text, who in ranks.items()),
-            cure=error.cure,
-        ) from error
 
     def _check_open(self) -> None:
         if self._closed or self._failure is not None:

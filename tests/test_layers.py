@@ -16,7 +16,7 @@ ROOT = Path(conduit.__file__).parent
 LAYERS = [
     {"errors", "rows", "fields", "blocks", "schema", "metrics"},
     {"collectives", "tiers"}, {"edp"}, {"sched"},
-    {"configuration", "plane"}, {"__init__", "tools"}, {"__main__"},
+    {"configuration", "creation", "plane"}, {"__init__", "tools"}, {"__main__"},
 ]
 
 

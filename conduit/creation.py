@@ -1,0 +1,76 @@
+"""The first exchange of a plane: all ranks could make their part, from equal arguments."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from conduit.collectives.control import FINGERPRINT, Control, Operation
+from conduit.collectives.world import World
+from conduit.configuration import Configuration
+from conduit.errors import DesyncError, SchemaError, WorldError
+from conduit.schema import Schema
+
+__all__ = ["create_together"]
+
+
+def create_together(
+    control: Control, world: World, configuration: Configuration | None, problem: Exception | None
+) -> None:
+    """Collective. Raises ``problem``, what went wrong on this rank; WorldError if something did on
+    another; SchemaError or DesyncError, saying what each gave, if their arguments differ.
+    """
+    if world.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    try:
+        control.exchange(Operation.CREATE, failed=problem is not None)
+    except WorldError:
+        if problem is not None:
+            raise problem from None
+        raise
+    except DesyncError as error:
+        # All ranks come here together, so they can tell each other more.
+        assert configuration is not None
+        if error.field == "schema":
+            _refuse_schemas(control, world, configuration.layout.schema, error)
+        if error.field in FINGERPRINT:
+            _refuse_arguments(control, world, configuration, error)
+        raise
+
+
+def _refuse_schemas(
+    control: Control, world: World, schema: Schema, error: DesyncError
+) -> NoReturn:
+    """Collective. Says in which fields the ranks' schemas differ."""
+    mine = schema.field_texts
+    for peer, text in enumerate(control.gather_text(schema.description)):
+        theirs = Schema.from_description(text).field_texts
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                raise SchemaError(
+                    f"{world.told([peer])} has another schema", rank=world.rank, field=key,
+                    expected=f"{mine.get(key, 'no such field')} as here",
+                    got=theirs.get(key, "no such field"),
+                    cure="Give every rank the same example",
+                ) from error
+    raise SchemaError(
+        "other ranks have different schemas", rank=world.rank,
+        cure="Give every rank the same example",
+    ) from error
+
+
+def _refuse_arguments(
+    control: Control, world: World, configuration: Configuration, error: DesyncError
+) -> NoReturn:
+    """Collective. Says which rank gave which argument."""
+    field = str(error.field)
+    ranks: dict[str, list[int]] = {}
+    for peer, text in enumerate(control.gather_text(configuration.told(field))):
+        ranks.setdefault(text, []).append(peer)
+    raise DesyncError(
+        f"ranks disagree on {field}", rank=world.rank, field=field,
+        expected="one value on all ranks",
+        got="; ".join(f"{text} on {world.told(who)}" for text, who in ranks.items()),
+        cure=error.cure,
+    ) from error
