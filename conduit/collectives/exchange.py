@@ -29,8 +29,10 @@ Counts = NDArray[np.int64]
 class InFlight:
     """An exchange that has begun. The blocks it was given belong to it until ``wait`` returns."""
 
-    def __init__(self, world: World, what: str, works: list[dist.Work]) -> None:
-        self._world, self._what, self._works = world, what, works
+    def __init__(
+        self, world: World, what: str, works: list[dist.Work], failure: Exception | None
+    ) -> None:
+        self._world, self._what, self._works, self._failure = world, what, works, failure
 
     def wait(self) -> None:
         """Returns when all rows have come and gone (on CUDA: makes the stream wait for that).
@@ -38,6 +40,8 @@ class InFlight:
         Raises TimeoutError or WorldError naming the ranks that did not come.
         """
         try:
+            if self._failure is not None:
+                raise self._failure
             for work in self._works:
                 if self._world.device.type == "cpu":
                     work.wait(self._world.timeout)
@@ -64,7 +68,7 @@ class RowExchange:
         ``rows`` and ``out`` are contiguous uint8 ``[n, row_bytes]`` on the plane's device, by
         receiving and by sending rank, with n at least the sum of the counts; these are int64
         ``[ranks]``, zeros allowed, 0 for the rank itself. Raises WorldError on counts that do not
-        fit, TimeoutError or WorldError naming the ranks that are gone.
+        fit; whatever goes wrong with other ranks is raised by ``wait``.
         """
         rank = self._world.rank
         sizes, out_sizes = counts.tolist(), out_counts.tolist()
@@ -75,17 +79,20 @@ class RowExchange:
                     expected=f"room for {n} rows of {self._row_bytes} bytes, 0 for this rank",
                     got=list(block.shape),
                 )
+        works: list[dist.Work] = []
+        failure = None
         try:
             if self._world.device.type == "cpu":
                 works = self._point_to_point(rows, sizes, out, out_sizes)
             else:
                 works = self._all_to_all(rows, sizes, out, out_sizes)
         except TRANSPORT_ERRORS as error:
-            raise_missing(self._world, what, error)
+            # Told by ``wait``: until then the control record may say why others are gone.
+            failure = error
         self.calls += 1
         self.sent_rows += counts
         self.received_rows += out_counts
-        return InFlight(self._world, what, works)
+        return InFlight(self._world, what, works, failure)
 
     def __call__(
         self, rows: Tensor, counts: Counts, out: Tensor, out_counts: Counts, *, what: str

@@ -86,7 +86,7 @@ def _unsafe_works() -> bool:
     fields: dict[Any, Any] = {"a": torch.zeros(2, 3, device=device)}
     try:
         made = TensorDict._new_unsafe(dict(fields), batch_size=size, device=device)
-        made._tensordict["b"] = fields["b"] = torch.ones(2)
+        made._tensordict["b"] = fields["b"] = torch.ones(2, device=device)
         same = TensorDict(fields, batch_size=size, device=device)
         return bool((made == same).all()) and made.batch_size == same.batch_size
     except Exception:  # whatever it is that an undocumented function does when it changes

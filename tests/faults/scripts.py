@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import conduit
-from conduit.collectives.exchange import RowExchange
+from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.placement import Placement
 from tests.spmd.ranks import Outcome, Rank
 
@@ -90,6 +90,17 @@ def _in_exchange(number: int) -> None:
     RowExchange.begin = struck  # type: ignore[method-assign]
 
 
+def _late_exchange(seconds: float) -> None:
+    """From now on this rank comes so much later to the exchange of rows."""
+    begin = RowExchange.begin
+
+    def late(self: RowExchange, *arguments: Any, **more: Any) -> InFlight:
+        time.sleep(seconds)
+        return begin(self, *arguments, **more)
+
+    RowExchange.begin = late  # type: ignore[method-assign]
+
+
 def script(rank: Rank, *, steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Does the steps one by one, whatever happens to each. For every step: what it returned, its
     error and the time it took.
@@ -115,6 +126,8 @@ def script(rank: Rank, *, steps: Sequence[Step]) -> list[dict[str, Any]]:
                 _in_exchange(signal.SIGKILL)
             elif name == "stop in exchange":
                 _in_exchange(signal.SIGSTOP)
+            elif name == "late exchange":
+                _late_exchange(arguments[0])
             elif name == "exit":
                 sys.exit(0)
             else:

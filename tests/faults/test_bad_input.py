@@ -174,6 +174,22 @@ def test_different_collective_calls(world: World, first: Step, second: Step) -> 
             check_closed(outcome.value)
 
 
+def test_different_calls_while_rows_are_on_their_way(world: World) -> None:
+    """Rank 0 begins to fetch its next batch when the others have already closed their planes: they
+    told what they called before."""
+    begin: list[Step] = [["make"], ["extend", 20], ["sample"]]
+    outcomes = run(world, [
+        [*begin, ["late exchange", 1.0], ["sample"], *AFTER],
+        [*begin, ["flush"], *AFTER], [*begin, ["sample"], *AFTER],
+    ])
+    for rank, outcome in enumerate(outcomes):
+        at_fault = outcome.value[4 if rank == 0 else 3]
+        assert at_fault["error"] == "DesyncError", at_fault
+        assert "ranks [0, 2] called sample (call 3)" in at_fault["text"], at_fault
+        assert at_fault["seconds"] < TIMEOUT_S
+        check_closed(outcome.value)
+
+
 def test_a_new_plane_after_a_failure(world: World) -> None:
     """The program's process group is as it was: all ranks can start afresh."""
     begin: list[Step] = [["make"], ["extend", 5], ["flush"]]
