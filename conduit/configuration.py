@@ -71,6 +71,9 @@ class Configuration:
                 got=min_size,
             )
         quotas = checked_quotas(placement or Balanced(), capacity=rows, ranks=ranks)
+        if ingestion is not None and not isinstance(ingestion, Ingestion):
+            raise WorldError("ingestion is out of range", rank=rank, got=repr(ingestion),
+                             expected="conduit.Ingestion(staging_rows=...)")
         staging_rows = (ingestion or Ingestion()).rows(capacity=rows, ranks=ranks)
         return cls(
             layout=layout, capacity=rows, batch_size=batch_size, quotas=quotas,
@@ -137,7 +140,12 @@ def _rows(capacity: int | str, row_bytes: int) -> int:
                 expected="rows as an integer, or bytes such as '64GB'",
             )
         rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
-    if not isinstance(rows, (int, np.integer)) or isinstance(rows, bool) or rows < 1:
+    if not isinstance(rows, (int, np.integer)) or isinstance(rows, bool):
+        raise CapacityError(
+            "capacity is not understood", got=repr(capacity),
+            expected="rows as an integer, or bytes such as '64GB'",
+        )
+    if rows < 1:
         raise CapacityError(
             "capacity holds no row", got=repr(capacity),
             expected=f"at least 1 row ({row_bytes} bytes)",

@@ -33,15 +33,13 @@ def create_together(
         # All ranks come here together, so they can tell each other more.
         assert configuration is not None
         if error.field == "schema":
-            _refuse_schemas(control, world, configuration.layout.schema, error)
+            _refuse_schemas(control, world, configuration.layout.schema)
         if error.field in FINGERPRINT:
             _refuse_arguments(control, world, configuration, error)
         raise
 
 
-def _refuse_schemas(
-    control: Control, world: World, schema: Schema, error: DesyncError
-) -> NoReturn:
+def _refuse_schemas(control: Control, world: World, schema: Schema) -> NoReturn:
     """Collective. Says in which fields the ranks' schemas differ."""
     mine = schema.field_texts
     for peer, text in enumerate(control.gather_text(schema.description)):
@@ -53,11 +51,11 @@ def _refuse_schemas(
                     expected=f"{mine.get(key, 'no such field')} as here",
                     got=theirs.get(key, "no such field"),
                     cure="Give every rank the same example",
-                ) from error
+                ) from None
     raise SchemaError(
         "other ranks have different schemas", rank=world.rank,
         cure="Give every rank the same example",
-    ) from error
+    ) from None
 
 
 def _refuse_arguments(
@@ -73,4 +71,4 @@ def _refuse_arguments(
         expected="one value on all ranks",
         got="; ".join(f"{text} on {world.told(who)}" for text, who in ranks.items()),
         cure=error.cure,
-    ) from error
+    ) from None

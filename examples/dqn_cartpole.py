@@ -125,6 +125,8 @@ def main() -> None:
         row, capacity=50_000, batch_size=BATCH // world, min_size=1_000, seed=args.seed
     )
 
+    if rank == 0:
+        print(f"{world} rank(s), {args.steps:,} steps; return: of this rank's last 20 episodes")
     for iteration in range(1, iterations + 1):
         epsilon = max(EXPLORATION, 1 - iteration / (0.2 * iterations))
         explore = chance.random(ENVS)[mine] < epsilon

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conduit import Balanced, Central, Ingestion, Schema, WorldError
+from conduit import Balanced, CapacityError, Central, Ingestion, Schema, WorldError
 from conduit.collectives.control import FINGERPRINT
 from conduit.configuration import Configuration, chosen_device
 
@@ -100,3 +100,14 @@ def test_under_torchrun_every_rank_has_a_gpu_of_its_own(monkeypatch: pytest.Monk
     # Shown only its own GPU, every rank calls it 0.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert chosen_device("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("capacity", [1e6, 0.5, None, True])
+def test_a_capacity_that_is_no_integer_is_told_so(capacity: Any) -> None:
+    with pytest.raises(CapacityError, match="not understood"):
+        configuration(capacity=capacity)
+
+
+def test_ingestion_of_another_kind_is_refused() -> None:
+    with pytest.raises(WorldError, match="Ingestion"):
+        configuration(ingestion=5)

@@ -32,8 +32,8 @@ def raise_missing(world: World, call: str, cause: Exception) -> NoReturn:
     if len(gone) == others:
         raise WorldError(
             f"all other ranks are gone in {call}", rank=world.rank,
-            cure="Either they failed, or this rank came after their deadline of "
-            f"{world.timeout.total_seconds():g} s",
+            cure="Either they ended or failed (see what they printed), or this rank came after "
+            f"their deadline of {world.timeout.total_seconds():g} s",
         ) from cause
     if gone:
         raise WorldError(
