@@ -158,8 +158,11 @@ def _as(dtype: torch.dtype, field: Tensor) -> Tensor:
     if field.dtype is dtype:
         return field
     field = field.resolve_conj().resolve_neg()
-    # A dimension of one element may have any stride, even in what is contiguous.
-    if not field.is_contiguous() or field.stride(-1) != 1:
+    # A dimension of one element may have any stride, even in what is contiguous, and bytes may
+    # begin anywhere.
+    words = dtype.itemsize // field.dtype.itemsize or 1
+    whole = field.storage_offset() % words == 0 and field.stride(0) % words == 0
+    if not (whole and field.is_contiguous() and field.stride(-1) == 1):
         field = torch.empty_like(field, memory_format=torch.contiguous_format).copy_(field)
     return field.view(dtype)
 

@@ -204,3 +204,13 @@ def test_few_and_many_bytes_are_packed_alike(
     for key, view in layout.views(block).items():
         assert torch.equal(view, rows[key[0]])
         assert not view.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float16])
+def test_fields_that_begin_between_words_are_written(dtype: torch.dtype) -> None:
+    layout = RowLayout(Schema((Field(key=("x",), dtype=dtype, shape=(4,)),)))
+    many = torch.arange(70).remainder(2).to(dtype)
+    for value in (many[1:21].view(5, 4), many.view(10, 7)[3:4, :4], many[3:7].view(1, 4)):
+        block = layout.block(len(value))
+        layout.pack([value], block)
+        assert torch.equal(layout.views(block)["x",], value)

@@ -120,6 +120,7 @@ class Deliveries:
         self._late.finish()
         put(records, pending.slab.records, late.seats)
         pending.indices[late.seats] = late.indices
+        self._batches.number(pending.batch, pending.indices)
 
     def _locate(self, ahead: Ahead) -> list[Wanted]:
         """Where the rows of some deliveries lie: all at once, which is cheaper than one by one."""
