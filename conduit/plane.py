@@ -242,8 +242,8 @@ class ExperiencePlane:
         if size >= max(self.min_size, 1):
             try:
                 batch = self._deliveries.deliver(contiguous=contiguous)
-            except ConduitError as error:
-                self._failure = error
+            except BaseException as error:
+                self._fail(error)
                 raise
         self._counters.blocked_ns += time.perf_counter_ns() - begun
         return batch
@@ -324,9 +324,18 @@ class ExperiencePlane:
     def _finish(self) -> tuple[Counts, Counts]:
         try:
             return self._control.finish()
-        except ConduitError as error:
-            self._failure = error
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """The plane is finished: a call that was cut short leaves this rank out of step."""
+        if isinstance(error, ConduitError):
+            self._failure = error
+        elif self._world.size > 1:
+            self._failure = WorldError(
+                f"a call was cut short by {type(error).__name__}", rank=self._world.rank
+            )
 
     def _synchronise(self, operation: Operation) -> None:
         """Commits what all ranks staged."""
@@ -348,8 +357,8 @@ class ExperiencePlane:
                 self._deliveries.begin()
             if np.count_nonzero(staged):
                 self._commits.commit(staged, fence=lambda: self._talk(Operation.FENCE))
-        except ConduitError as error:
-            self._failure = error
+        except BaseException as error:
+            self._fail(error)
             raise
 
     def _free(self) -> None:

@@ -879,3 +879,16 @@ def test_a_plane_that_is_dropped_gives_its_memory_back_at_once() -> None:
         assert gone() is None, "nothing of a plane waits for the garbage collector"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_batch_outlives_the_mode_in_which_it_was_asked_for(contiguous: bool) -> None:
+    plane = filled()
+    with torch.inference_mode():
+        batch = plane.sample(contiguous=contiguous)
+    assert batch is not None
+    assert not any(value.is_inference() for value in batch.values(True, True)
+                   if isinstance(value, torch.Tensor))
+    weight = torch.ones(100, requires_grad=True)
+    weight[batch["index"]].sum().backward()
+    (batch["observation"] * torch.ones(1, requires_grad=True)).sum().backward()

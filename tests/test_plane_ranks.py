@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -447,3 +448,27 @@ def test_several_planes_share_a_world() -> None:
         for _ in range(5):
             assert max(numbers_of(sampled(world, first))) < 18
             assert min(numbers_of(sampled(world, second))) >= 1000
+
+
+def test_a_call_that_is_cut_short_ends_the_plane() -> None:
+    """The rank is out of step with the others, and knows it."""
+    with Simulation([0, 0]) as world:
+        planes = planes_of(world, capacity=100, batch_size=4)
+        extend(planes, [20, 20])
+        sampled(world, planes)
+
+        def interrupted(rank: int) -> type[BaseException] | None:
+            if rank == 0:
+                planes[0]._shard.gather = mock.Mock(  # type: ignore[method-assign]
+                    side_effect=KeyboardInterrupt
+                )
+            try:
+                planes[rank].sample()
+            except BaseException as error:
+                world._abandon()  # nobody waits for this rank
+                return type(error)
+            return None
+
+        assert world.run(interrupted)[0] is KeyboardInterrupt
+        with pytest.raises(WorldError, match="cut short by KeyboardInterrupt"):
+            planes[0].sample()

@@ -66,17 +66,17 @@ class RowExchange:
         """Collective. Sends ``counts[p]`` of ``rows`` to rank p, in order, and fills ``out``.
 
         ``rows`` and ``out`` are contiguous uint8 ``[n, row_bytes]`` on the plane's device, by
-        receiving and by sending rank, with n at least the sum of the counts; these are int64
-        ``[ranks]``, zeros allowed, 0 for the rank itself. Raises WorldError on counts that do not
-        fit; whatever goes wrong with other ranks is raised by ``wait``.
+        receiving and by sending rank; counts are int64 ``[ranks]``, zeros allowed, 0 for the rank
+        itself. Raises WorldError on counts that do not fit; whatever goes wrong with other ranks is
+        raised by ``wait``.
         """
         rank = self._world.rank
         sizes, out_sizes = counts.tolist(), out_counts.tolist()
         for block, n in ((rows, sizes), (out, out_sizes)):
-            if sum(n) > block.shape[0] or n[rank] or block.shape[1] != self._row_bytes:
+            if sum(n) != block.shape[0] or n[rank] or block.shape[1] != self._row_bytes:
                 raise WorldError(
                     f"the counts of {what} do not fit the rows", rank=rank,
-                    expected=f"room for {n} rows of {self._row_bytes} bytes, 0 for this rank",
+                    expected=f"{n} rows of {self._row_bytes} bytes and 0 for this rank",
                     got=list(block.shape),
                 )
         works: list[dist.Work] = []
@@ -113,8 +113,7 @@ class RowExchange:
         self, rows: Tensor, sizes: list[int], out: Tensor, out_sizes: list[int]
     ) -> list[dist.Work]:
         work = dist.all_to_all_single(
-            out[: sum(out_sizes)], rows[: sum(sizes)], out_sizes, sizes, group=self._world.data,
-            async_op=True,
+            out, rows, out_sizes, sizes, group=self._world.data, async_op=True
         )
         assert work is not None
         return [work]

@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import os
 import platform
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -132,9 +133,7 @@ class World:
         made = self.control, self.watch, self.data
         self.control = self.watch = self.data = None
         for group in made:
-            if group in _unregistered:
-                _unregistered.remove(group)
-            elif group is not None and dist.is_initialized():
+            if group is not None and group not in _unregistered and dist.is_initialized():
                 dist.destroy_process_group(group)
 
 
@@ -161,14 +160,13 @@ def _make_groups(
     here.set(str(rank), "here")
     try:
         devices = _gloo_devices()
-        groups = [
+        control, watch = (
             _gloo_group(f"{name} {number}", ranks, timeout, devices)
-            for name in (("control", "watch") if device.type == "cuda" else
-                         ("control", "watch", "data"))
-        ]
+            for name in ("control", "watch")
+        )
         if device.type == "cuda":
-            groups.append(_nccl_group(f"data {number}", ranks, timeout))
-        return groups
+            return [control, watch, _nccl_group(f"data {number}", ranks, timeout)]
+        return [control, watch, _gloo_group(f"data {number}", ranks, timeout, devices)]
     except TRANSPORT_ERRORS as error:
         missing = [peer for peer in range(len(ranks)) if not here.check([str(peer)])]
         if missing:
@@ -247,7 +245,7 @@ def _store(ranks: list[int], name: str) -> c10d.Store:
     return c10d.PrefixStore(f"conduit/{digest}/{name}", c10d._get_default_store())
 
 
-_unregistered: set[dist.ProcessGroup] = set()
+_unregistered: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups that torch does not know: dropping them is enough to close them."""
 
 

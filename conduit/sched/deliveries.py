@@ -25,7 +25,8 @@ _NO_MOVES = (_NOTHING, _NOTHING, _NOTHING, _NOTHING, 0)
 
 
 class _Pending(NamedTuple):
-    """A batch that is being fetched: its slab, logical indices, columns and TensorDict."""
+    """A batch that is being fetched: its slab, logical indices, columns, and its TensorDict still
+    without the indices, of which late rows change some."""
 
     slab: Slab
     indices: NDArray[np.int64]
@@ -73,10 +74,12 @@ class Deliveries:
         counters = self._counters
         counters.samples += 1
         counters.rows_delivered += len(pending.indices)
-        if not contiguous:
+        with torch.inference_mode(False):  # a batch outlives the mode in which it was asked for
+            if contiguous:
+                copies = [c.clone(memory_format=torch.contiguous_format) for c in pending.columns]
+                return self._batches.make(copies, pending.indices)
+            self._batches.number(pending.batch, pending.indices)
             return pending.batch
-        copies = [c.clone(memory_format=torch.contiguous_format) for c in pending.columns]
-        return self._batches.make(copies, pending.indices)
 
     def clear(self) -> None:
         """Collective. Drops the batch that is being fetched."""
@@ -99,7 +102,6 @@ class Deliveries:
         indices = delivery.ahead.indices[delivery.row]
         if delivery.ahead.transfers is not None:
             indices = indices.copy()  # late rows will change it
-        self._batches.number(batch, indices)
         return _Pending(slab, indices, columns, batch)
 
     def _add_late(self, late: Late, pending: _Pending) -> None:
@@ -120,7 +122,6 @@ class Deliveries:
         self._late.finish()
         put(records, pending.slab.records, late.seats)
         pending.indices[late.seats] = late.indices
-        self._batches.number(pending.batch, pending.indices)
 
     def _locate(self, ahead: Ahead) -> list[Wanted]:
         """Where the rows of some deliveries lie: all at once, which is cheaper than one by one."""

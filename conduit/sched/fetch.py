@@ -62,8 +62,8 @@ class Fetch:
                 self._shard.gather(wanted.send_slots, self._outbox.records[:outgoing])
             self._out, self._places = out, wanted.places
             self._flight = self._exchange.begin(
-                self._outbox.block, wanted.send_counts, self._inbox.block, wanted.receive_counts,
-                what=self._what,
+                self._outbox.block[:outgoing], wanted.send_counts,
+                self._inbox.block[:incoming], wanted.receive_counts, what=self._what,
             )
             self._counters.rows_received += incoming
         if len(wanted.slots):

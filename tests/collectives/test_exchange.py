@@ -75,8 +75,9 @@ def test_rows_arrive_by_sender_in_order(data: st.DataObject, ranks: int, calls: 
 @pytest.mark.parametrize(
     ("rows", "counts", "out", "out_counts"),
     [
-        (1, [0, 2], 0, [0, 0]), (2, [2, 0], 0, [0, 0]),
-        (0, [0, 0], 0, [0, 1]), (0, [0, 0], 2, [2, 0]), (2, [1, 1], 0, [0, 0]),
+        (3, [0, 2], 0, [0, 0]), (1, [0, 2], 0, [0, 0]), (2, [2, 0], 0, [0, 0]),
+        (0, [0, 0], 2, [0, 1]), (0, [0, 0], 2, [2, 0]), (2, [1, 1], 0, [0, 0]),
+        (0, [0, 0], 0, [0, 1]),
     ],
 )
 def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(

@@ -74,3 +74,24 @@ def opened_and_closed(rank: Rank, *, planes: int) -> list[list[int]]:
 def test_closed_planes_give_everything_back(pools: Pools, ranks: int) -> None:
     for counts in pools[ranks].run(opened_and_closed, planes=10):
         assert counts == [counts[0]] * 10
+
+
+def opened_and_dropped(rank: Rank, *, planes: int) -> list[list[int]]:
+    """What is taken after each plane is dropped without being closed, a batch on its way."""
+    gc.collect()
+    counts = []
+    for _ in range(planes):
+        plane = make_plane(rank, EXAMPLE, capacity=200, batch_rows=16)
+        plane.extend({"x": torch.zeros(3, 30)})
+        plane.sample()
+        plane.flush()
+        plane.agree(1)
+        del plane
+        counts.append(list(taken()))
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dropped_planes_give_everything_back(pools: Pools, ranks: int) -> None:
+    for counts in pools[ranks].run(opened_and_dropped, planes=10):
+        assert counts == [counts[0]] * 10
