@@ -68,7 +68,7 @@ def test_two_late_ranks(world: World) -> None:
 def test_ranks_that_wait_for_different_times(world: World) -> None:
     """Rank 2 comes two thirds of the deadline after rank 0; both blame rank 1 alone."""
     ranks = begun(world, [
-        [["sample"], *AFTER], [["sleep", TIMEOUT_S + GRACE_S]],
+        [["sample"], *AFTER], [["sleep", 2 * (TIMEOUT_S + GRACE_S)]],
         [["sleep", TIMEOUT_S * 2 / 3], ["sample"], *AFTER],
     ])
     for outcome in ranks.outcomes(ranks=[0, 2]):
