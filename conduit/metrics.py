@@ -31,9 +31,12 @@ class Report:
     ``blocked_ms`` is the time that the training thread spent in collective plane calls.
     ``rows_received`` of the ``rows_delivered`` to this learner came from other ranks;
     ``sent_rows`` and ``sent_bytes`` count what really went to each rank, deliveries and rows sent
-    home alike. ``late_rows`` counts draws of the global batch that a commit changed after they
-    were drafted (0 in a world of one, which drafts nothing). ``fresh_slabs`` are batches that
-    needed fresh memory, because earlier ones are kept by the user (or there were none).
+    home alike. ``control`` is how control records travel and ``transports[r]`` how rows get to rank
+    r; ``unshared_exchanges`` had to send rows to ranks of this host over the network, because the
+    system had no shared memory left. ``late_rows`` counts draws of the global batch that a commit
+    changed after they were drafted (0 in a world of one, which drafts nothing). ``fresh_slabs`` are
+    batches that needed fresh memory, because earlier ones are kept by the user (or there were
+    none).
     """
 
     name: str
@@ -59,9 +62,12 @@ class Report:
     rows_received: int
     late_rows: int
     exchanges: int
+    unshared_exchanges: int
     sent_rows: tuple[int, ...]
     sent_bytes: tuple[int, ...]
     received_rows: tuple[int, ...]
+    control: str
+    transports: tuple[str, ...]
     fresh_slabs: int
     blocked_ms: float
 
@@ -85,8 +91,18 @@ class Report:
             f"  late rows   {self.late_rows:,} of the global batches",
             f"  sent        {sum(self.sent_rows):,} rows, {sum(self.sent_bytes) / 1e6:,.2f} MB in "
             f"{self.exchanges:,} exchanges",
+            f"  transport   {_ways(self.transports)}; control by {self.control}"
+            + (f"; {self.unshared_exchanges:,} exchanges found no shared memory"
+               if self.unshared_exchanges else ""),
             f"  memory      {(self.shard_bytes + self.directory_bytes) / 1e6:,.1f} MB; "
             f"{self.fresh_slabs:,} batches needed fresh memory",
             f"  blocked     {self.blocked_ms:,.1f} ms in plane calls, {per_sample:.3f} ms a batch",
         ]
         return "\n".join(lines)
+
+
+def _ways(transports: tuple[str, ...]) -> str:
+    """How rows get to other ranks, for people."""
+    counts = {way: transports.count(way) for way in sorted(set(transports) - {"none"})}
+    told = (f"{way} to {n} {'rank' if n == 1 else 'ranks'}" for way, n in counts.items())
+    return ", ".join(told) or "none"

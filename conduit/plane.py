@@ -13,8 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from conduit.collectives.choice import open_exchanges
 from conduit.collectives.control import FINGERPRINT, Control, Operation
-from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
 from conduit.creation import create_together
@@ -23,6 +23,7 @@ from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
+from conduit.edp.routing import typical_moves
 from conduit.errors import ConduitError, EmptyError, WorldError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
@@ -113,12 +114,17 @@ class ExperiencePlane:
         self._control = Control(world, fingerprint)
         try:
             create_together(self._control, world, configuration, problem)
+            assert configuration is not None
+            # A batch is fetched before all ranks have said that they took the last one.
+            self._exchanges = open_exchanges(
+                world, self._layout.row_bytes, boxes=(2, 1, 1), decisions=self._control.decisions,
+                trial_rows=typical_moves(routing, configuration.batch_size, world.size),
+            )
         except Exception:
             world.close()
             raise
-        assert configuration is not None
+        batches, late, homewards = self._exchanges
         self._counters = Counters()
-        self._exchange = RowExchange(world, self._layout.row_bytes)
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
         self._replay = Replay(
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
@@ -129,12 +135,12 @@ class ExperiencePlane:
             ),
         )
         self._commits = Commits(
-            directory=self._directory, shard=self._shard, exchange=self._exchange,
+            directory=self._directory, shard=self._shard, exchange=homewards,
             quotas=configuration.quotas, rank=world.rank, counters=self._counters,
         )
         self._deliveries = Deliveries(
-            replay=self._replay, shard=self._shard, exchange=self._exchange, slabs=self._slabs,
-            batches=BatchMaker(
+            replay=self._replay, shard=self._shard, exchange=batches, late_exchange=late,
+            slabs=self._slabs, batches=BatchMaker(
                 self._layout.tree, rows=configuration.batch_size, device=world.device
             ),
             counters=self._counters,
@@ -199,7 +205,8 @@ class ExperiencePlane:
 
     def report(self) -> Report:
         """What the plane did and what it cost, on this rank."""
-        counters, world, exchange = self._counters, self._world, self._exchange
+        counters, world = self._counters, self._world
+        traffic = self._exchanges[0].traffic
         return Report(
             name=self.name, rank=world.rank, ranks=world.size,
             hosts=len(np.unique(world.hosts)), device=str(world.device),
@@ -211,10 +218,13 @@ class ExperiencePlane:
             rows_staged=counters.rows_staged, rows_committed=counters.rows_committed,
             rows_skipped=counters.rows_skipped, rows_sent_home=counters.rows_sent_home,
             rows_delivered=counters.rows_delivered, rows_received=counters.rows_received,
-            late_rows=self._replay.late_rows, exchanges=exchange.calls,
-            sent_rows=tuple(exchange.sent_rows.tolist()),
-            sent_bytes=tuple(exchange.sent_bytes.tolist()),
-            received_rows=tuple(exchange.received_rows.tolist()),
+            late_rows=self._replay.late_rows, exchanges=traffic.calls,
+            unshared_exchanges=traffic.unshared_calls,
+            sent_rows=tuple(traffic.sent_rows.tolist()),
+            sent_bytes=tuple((traffic.sent_rows * self._layout.row_bytes).tolist()),
+            received_rows=tuple(traffic.received_rows.tolist()),
+            control=self._control.transport,
+            transports=tuple(map(self._exchanges[0].transport, range(world.size))),
             fresh_slabs=self._slabs.fresh, blocked_ms=counters.blocked_ns / 1e6,
         )
 
@@ -366,6 +376,9 @@ class ExperiencePlane:
         self._deliveries.close()
         self._slabs.clear()
         self._shard.close()
+        for exchange in self._exchanges:
+            exchange.close()
+        self._control.close()
         self._world.close()
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import conduit
-from conduit.collectives.world import World
+from conduit.collectives import choice
+from conduit.collectives.world import RECORD_WORDS, World
 
 __all__ = ["Simulation"]
 
@@ -39,7 +40,7 @@ class Hub:
         self._arrived = threading.Condition()
         self._calls: dict[int, dict[int, list[Tensor]]] = {}
         self._taken: dict[int, int] = {}
-        self._mail: dict[tuple[int, int], list[Tensor]] = {}
+        self._mail: dict[tuple[int, int, int], list[Tensor]] = {}
         self._broken = False
 
     def put(self, number: int, rank: int, pieces: list[Tensor]) -> None:
@@ -61,15 +62,15 @@ class Hub:
                 del self._calls[number], self._taken[number]
             return came
 
-    def send(self, sender: int, receiver: int, piece: Tensor) -> None:
+    def send(self, sender: int, receiver: int, tag: int, piece: Tensor) -> None:
         with self._arrived:
-            self._mail.setdefault((sender, receiver), []).append(piece)
+            self._mail.setdefault((sender, receiver, tag), []).append(piece)
             self._arrived.notify_all()
 
-    def receive(self, sender: int, receiver: int, number: int) -> Tensor:
+    def receive(self, sender: int, receiver: int, tag: int, number: int) -> Tensor:
         """What ``sender`` sent as its message ``number`` to ``receiver``."""
         with self._arrived:
-            mail = self._mail.setdefault((sender, receiver), [])
+            mail = self._mail.setdefault((sender, receiver, tag), [])
             self._arrived.wait_for(lambda: self._broken or len(mail) > number, _PATIENCE_S)
             if len(mail) <= number:
                 raise AssertionError(f"rank {receiver} is alone in call {number} to {sender}")
@@ -97,20 +98,23 @@ class Group:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self.rank = hub, rank
         self.calls = 0
-        self._received: dict[int, int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+
+    def size(self) -> int:
+        return self.hub.size
 
     def send(self, pieces: list[Tensor], receiver: int, tag: int) -> Work:
         [piece] = pieces
-        self.hub.send(self.rank, receiver, piece.clone())
+        self.hub.send(self.rank, receiver, tag, piece.clone())
         return Work(lambda: None)
 
     def recv(self, pieces: list[Tensor], sender: int, tag: int) -> Work:
         [piece] = pieces
-        number = self._received.get(sender, 0)
-        self._received[sender] = number + 1
+        number = self._received.get((sender, tag), 0)
+        self._received[sender, tag] = number + 1
 
         def receive() -> None:
-            came = self.hub.receive(sender, self.rank, number)
+            came = self.hub.receive(sender, self.rank, tag, number)
             assert came.shape == piece.shape, "both ends of a transfer know how much comes"
             piece.copy_(came)
 
@@ -151,10 +155,25 @@ def _all_to_all_single(
     return None
 
 
-class Simulation:
-    """A world of ``len(hosts)`` ranks, rank r on host ``hosts[r]``. Use as a context manager."""
+def _measure_nothing(
+    world: World, row_bytes: int, makers: dict[str, Any], *, rows: int
+) -> dict[str, int]:
+    return dict.fromkeys(makers, 0)
 
-    def __init__(self, hosts: Sequence[int]) -> None:
+
+def _no_windows(world: World, count: int, *, words: int) -> None:
+    return None
+
+
+class Simulation:
+    """A world of ``len(hosts)`` ranks, rank r on host ``hosts[r]``. Use as a context manager.
+
+    Ranks of a host share memory only if the simulation is told so: a rank that waits in shared
+    memory does not notice before its deadline that the test has failed on another.
+    """
+
+    def __init__(self, hosts: Sequence[int], *, shared: bool = False) -> None:
+        self.shared = shared
         numbers: dict[int, int] = {}
         self.hosts = [numbers.setdefault(host, len(numbers)) for host in hosts]
         self.size = len(self.hosts)
@@ -168,10 +187,13 @@ class Simulation:
     def __enter__(self) -> Simulation:
         self._patches = [
             mock.patch.object(World, "join", self._join),
+            mock.patch.object(choice, "measure", _measure_nothing),
             mock.patch.object(dist, "all_to_all_single", _all_to_all_single),
             mock.patch.object(dist, "is_initialized", lambda: True),
             mock.patch.object(dist, "destroy_process_group", lambda group=None: None),
         ]
+        if not self.shared:
+            self._patches.append(mock.patch.object(World, "open_windows", _no_windows))
         for patch in self._patches:
             patch.start()
         return self
@@ -229,11 +251,14 @@ class Simulation:
                 self._hubs.append(Hub(self.size))
             groups = [Group(hub, rank) for hub in self._hubs[first : first + 3]]
         if self.size == 1:
-            return World._alone(device, timeout)
+            return World.alone(device, timeout)
         control, watch, data = groups
-        return World(
+        world = World(
             rank=rank, size=self.size, device=device, timeout=timeout,
             hosts=np.array(self.hosts, dtype=np.int64), control=control,  # type: ignore[arg-type]
             watch=watch, data=data,  # type: ignore[arg-type]
         )
+        opened = world.open_windows(1, words=2 * (1 + self.size) * RECORD_WORDS)
+        world.windows = opened[0] if opened else None
+        return world
 

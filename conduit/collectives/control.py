@@ -1,4 +1,4 @@
-"""The control exchange: one small equal-split all-to-all that begins every collective call.
+"""The control exchange: one record from every rank to every rank begins every collective call.
 
 [Note: agreement]
 Every rank sends every other the same record of integers: which call this is, what the plane was
@@ -11,7 +11,6 @@ Either way the plane is finished: a Gloo group is dead after a timeout.
 
 from __future__ import annotations
 
-import os
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from conduit.collectives.agreement import Decisions, differing
+from conduit.collectives.carriers import carrier_for
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import DesyncError, WorldError
@@ -28,7 +29,7 @@ __all__ = ["FINGERPRINT", "Control", "Operation"]
 
 Counts = NDArray[np.int64]
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever the meaning of the record does: ranks of different versions must not mix."""
 
 
@@ -50,23 +51,31 @@ FINGERPRINT = (
 )
 """Configuration that must be equal on all ranks."""
 
-AGREED = ("format", *FINGERPRINT, "operation", "number", "directory_end", "directory_state")
+AGREED = (
+    "format", *FINGERPRINT, "operation", "number", "directory_end", "directory_state", "decisions",
+)
 FIELDS = (*AGREED, "staged", "failed", "value")
 _OPERATION, _NUMBER = FIELDS.index("operation"), FIELDS.index("number")
 _STAGED, _FAILED, _VALUE = range(len(AGREED), len(FIELDS))
 
 
 class Control:
-    """The control exchange of one plane. ``number`` counts its collective calls."""
+    """The control exchange of one plane. ``number`` counts its collective calls; ``decisions`` are
+    what this rank computed that all ranks must have computed alike; ``transport`` is how records
+    travel."""
 
     def __init__(self, world: World, fingerprint: dict[str, int]) -> None:
         self._world = world
         self.number = 0
-        self._work: dist.Work | None = None
-        self._out = np.zeros((world.size, len(FIELDS)), dtype=np.int64)
-        self._in = np.zeros_like(self._out)
-        self._sent, self._received = torch.from_numpy(self._out), torch.from_numpy(self._in)
-        self._out[:, :_OPERATION] = (FORMAT, *(fingerprint[name] for name in FINGERPRINT))
+        self.decisions = Decisions()
+        self._record = np.zeros(len(FIELDS), dtype=np.int64)
+        self._record[:_OPERATION] = (FORMAT, *(fingerprint[name] for name in FINGERPRINT))
+        self._carrier = carrier_for(world, len(FIELDS)) if world.size > 1 else None
+        self.transport = self._carrier.name if self._carrier is not None else "none"
+
+    def close(self) -> None:
+        """Local. Lets go of the connections."""
+        self._carrier = None
 
     def exchange(
         self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
@@ -85,16 +94,15 @@ class Control:
     ) -> None:
         """Sends this rank's record; what needs no answer can be done before ``finish``."""
         # Filled in before the call counts: a value that is no int64 raises here, and is no call.
-        self._out[:, _OPERATION:] = (
-            operation, self.number + 1, directory_end, directory_state, staged, failed, value
+        self._record[_OPERATION:] = (
+            operation, self.number + 1, directory_end, directory_state, self.decisions.hash,
+            staged, failed, value,
         )
         self.number += 1
         self._operation = operation
-        group = self._world.control
-        if group is not None:
+        if self._carrier is not None:
             try:
-                # What dist.all_to_all_single calls, which takes twice as long to begin.
-                self._work = group.alltoall_base(self._received, self._sent, [], [])
+                self._carrier.begin(self._record)
             except TRANSPORT_ERRORS as error:
                 raise_missing(self._world, self._call(), error)
 
@@ -105,18 +113,12 @@ class Control:
         WorldError when one does not come, WorldError when one says that it ``failed``.
         """
         if self._world.size == 1:
-            return self._out[:, _STAGED].copy(), self._out[:, _VALUE].copy()
-        # Kept longer, it would keep the group's connections open after the plane is closed.
-        work, self._work = self._work, None
-        assert work is not None
-        # Where every core is busy, the transport's threads may not have had a turn since ``begin``.
-        os.sched_yield()
+            return self._record[None, _STAGED].copy(), self._record[None, _VALUE].copy()
+        assert self._carrier is not None
         try:
-            # With a deadline of its own: the group's starts anew whenever another rank comes.
-            work.wait(self._world.timeout)
+            got = self._carrier.finish()
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._call(), error)
-        got = self._in
         if np.count_nonzero(got[:, _FAILED]):
             who = np.flatnonzero(got[:, _FAILED]).tolist()
             raise WorldError(
@@ -147,6 +149,8 @@ class Control:
                 "them with something that differs between ranks",
             )
         column = int(np.flatnonzero((agreed != agreed[0]).any(axis=0))[0])
+        if AGREED[column] == "decisions":
+            self._refuse_decisions()
         values: dict[int, list[int]] = {}
         for peer, value in enumerate(agreed[:, column].tolist()):
             values.setdefault(value, []).append(peer)
@@ -156,6 +160,16 @@ class Control:
             expected="one value on all ranks", got=told,
             cure="Give every rank the same arguments" if AGREED[column] in FINGERPRINT else
             "This is a bug in Conduit, or ranks run different versions",
+        )
+
+    def _refuse_decisions(self) -> NoReturn:
+        """Collective. Says which decision differs, and on which ranks."""
+        field, told = differing(self.gather_text(self.decisions.text), self._world.told)
+        raise DesyncError(
+            f"ranks decided differently on {field}", rank=self._world.rank, field=field,
+            expected="one decision on all ranks", got=told,
+            cure="Decisions follow from figures that all ranks share: if a policy of your own "
+            "makes them, use nothing in it that differs between ranks",
         )
 
     def gather_text(self, text: str) -> list[str]:

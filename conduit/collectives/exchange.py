@@ -2,133 +2,252 @@
 
 Only uint8 moves, which every c10d backend carries. Both ends have worked out the counts from the
 directory before anything is sent (a Gloo receiver that expects fewer bytes than come aborts the
-process, one that expects more keeps stale ones), and a rank's own rows never enter the collective.
+process, one that expects more keeps stale ones), and a rank's own rows never enter the exchange.
 
-NCCL does an exchange as one all-to-all. On Gloo only the pairs that have rows for each other talk,
-receives posted before sends: no thread is woken to run a collective, both directions of a link are
-used at once, and an exchange that will never be complete, because a rank failed meanwhile, does not
-hold up the closing of the group as an unfinished collective would.
+Rows are gathered once, into a box (see ``boxes.py``). Ranks of the same host read them there; all
+others get them over the network, by one of the transports, straight from the box.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
 import numpy as np
-import torch.distributed as dist
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conduit.collectives.boxes import Box
+from conduit.collectives.shared import Windows
+from conduit.collectives.transports import Network, Parcel, PointToPoint, Transfer
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import WorldError
 
-__all__ = ["InFlight", "RowExchange"]
+__all__ = ["InFlight", "RowExchange", "Traffic"]
 
 Counts = NDArray[np.int64]
+Take = Callable[[Tensor, int], None]
+
+_CHUNK_BYTES = 64 << 20
+_UNSHARED_TAG = 100
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What one rank really sent and received in all its exchanges, int64 ``[ranks]`` each.
+
+    ``unshared_calls`` are those whose rows went to this host's ranks over the network as well,
+    for lack of shared memory.
+    """
+
+    ranks: int
+    calls: int = 0
+    unshared_calls: int = 0
+    sent_rows: Counts = field(init=False)
+    received_rows: Counts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent_rows = np.zeros(self.ranks, dtype=np.int64)
+        self.received_rows = np.zeros(self.ranks, dtype=np.int64)
+
+
+class RowExchange:
+    """One exchange after another, each begun by all ranks and finished by all.
+
+    ``windows`` are its boxes in shared memory, or how many private ones it has; with two, an
+    exchange may be begun while other ranks still read what the last one brought them.
+    """
+
+    def __init__(
+        self, world: World, row_bytes: int, *, windows: Sequence[Windows] | int = 1,
+        network: Network | None = None, traffic: Traffic | None = None,
+    ) -> None:
+        self._world, self.row_bytes = world, row_bytes
+        self._network = network
+        if network is None and world.data is not None:
+            self._network = PointToPoint(world, tag=0)
+        self.traffic = traffic if traffic is not None else Traffic(ranks=world.size)
+        shared = [None] * windows if isinstance(windows, int) else windows
+        self._boxes = [
+            Box(
+                row_bytes, ranks=world.size, device=world.device, timeout=world.timeout,
+                windows=memory, relayed=self._network is not None and self._network.name == "rail",
+            ) for memory in shared
+        ]
+        self._inbox = torch.empty(0, row_bytes, dtype=torch.uint8, device=world.device)
+        self._number = 0
+
+    def outbox(self, rows: int, *, what: str) -> Tensor:
+        """Room for the rows to send next, uint8 ``[rows, row_bytes]`` on the plane's device.
+
+        To be filled in by receiving rank, before ``begin``. Raises TimeoutError or WorldError
+        naming a rank that still reads what was there.
+        """
+        try:
+            return self._box(self._number + 1).reserve(rows)
+        except TRANSPORT_ERRORS as error:
+            raise_missing(self._world, what, error)
+
+    def begin(
+        self, counts: Counts, out_counts: Counts, *, what: str, chunk_bytes: int | None = None,
+        most_rows: int | None = None,
+    ) -> InFlight:
+        """Collective. Sends ``counts[p]`` rows of the outbox to rank p, int64 ``[ranks]``, in
+        order; ``out_counts[p]`` come from rank p. Zeros allowed, 0 for the rank itself.
+
+        With ``chunk_bytes`` only the first chunk, of so many bytes between any two ranks, is sent;
+        the next ones by :meth:`InFlight.issue` or, at the latest, by ``wait``. Some transports send
+        all rows as one chunk, unless they are told ``most_rows``: the largest of all counts of all
+        ranks. Raises WorldError on counts that do not fit; whatever goes wrong with other ranks is
+        raised by ``wait``.
+        """
+        world, rank = self._world, self._world.rank
+        box = self._box(self._number + 1)
+        sizes, out_sizes = counts.tolist(), out_counts.tolist()
+        for n, rows in ((sizes, len(box.rows)), (out_sizes, sum(out_sizes))):
+            if len(n) != world.size or sum(n) != rows or n[rank] or min(n) < 0:
+                raise WorldError(
+                    f"the counts of {what} do not fit the rows", rank=rank,
+                    expected=f"{rows} rows in all and 0 for this rank", got=n,
+                )
+        self._number += 1
+        incoming = sum(out_sizes)
+        if incoming > len(self._inbox):
+            self._inbox = self._inbox.new_empty(2 * incoming, self.row_bytes)
+        box.publish(self._number, sizes)
+        parcel = Parcel(
+            box=box, counts=sizes, starts=_starts(sizes), inbox=self._inbox[:incoming],
+            out_counts=out_sizes, out_starts=_starts(out_sizes),
+            far=[p for p in range(world.size) if p != rank and p not in box.near],
+            chunk_bytes=chunk_bytes or _CHUNK_BYTES, most_rows=most_rows,
+        )
+        transfer = None
+        failure = None
+        try:
+            if parcel.far:
+                assert self._network is not None
+                transfer = self._network.begin(parcel)
+                while transfer.issue() and chunk_bytes is None:
+                    pass
+            if box.private:
+                self._send_near(parcel)
+        except TRANSPORT_ERRORS as error:
+            # Told by ``wait``: until then the control record may say why others are gone.
+            failure = error
+        traffic = self.traffic
+        traffic.calls += 1
+        traffic.unshared_calls += box.private and len(box.near) > 0
+        traffic.sent_rows += counts
+        traffic.received_rows += out_counts
+        return InFlight(world, parcel, transfer, failure, what)
+
+    def _send_near(self, parcel: Parcel) -> None:
+        """Sends what the ranks near would read in shared memory, if there were any left."""
+        group, box = self._world.data, parcel.box
+        for peer in box.near:
+            start, count = parcel.starts[peer], parcel.counts[peer]
+            if count:
+                assert group is not None
+                rows = box.rows[start : start + count]
+                box.works.append(group.send([rows], peer, _UNSHARED_TAG))
+
+    def transport(self, peer: int) -> str:
+        """How rows get to ``peer``."""
+        if peer == self._world.rank:
+            return "none"
+        if peer in self._boxes[0].near:
+            return "shared memory"
+        return "none" if self._network is None else self._network.name
+
+    def close(self) -> None:
+        """Local. Gives up the memory shared with others."""
+        for box in self._boxes:
+            box.close()
+
+    def _box(self, number: int) -> Box:
+        return self._boxes[number % len(self._boxes)]
 
 
 class InFlight:
-    """An exchange that has begun. The blocks it was given belong to it until ``wait`` returns."""
+    """An exchange that has begun."""
 
     def __init__(
-        self, world: World, what: str, works: list[dist.Work], failure: Exception | None
+        self, world: World, parcel: Parcel, transfer: Transfer | None, failure: Exception | None,
+        what: str,
     ) -> None:
-        self._world, self._what, self._works, self._failure = world, what, works, failure
+        self._world, self._parcel, self._transfer = world, parcel, transfer
+        self._failure, self._what = failure, what
 
-    def wait(self) -> None:
-        """Returns when all rows have come and gone (on CUDA: makes the stream wait for that).
+    def issue(self) -> bool:
+        """Sends the next chunk; False if all are on their way."""
+        try:
+            return self._transfer is not None and self._transfer.issue()
+        except TRANSPORT_ERRORS as error:
+            self._failure = error
+            return False
 
+    def wait(self, take: Take) -> None:
+        """Returns when all rows have come (on CUDA: makes the stream wait for that).
+
+        Calls ``take(rows, start)`` for piece after piece of them: ``rows`` are those from number
+        ``start`` on, of all that come here, by sending rank. They are valid during the call only.
         Raises TimeoutError or WorldError naming the ranks that did not come.
         """
         try:
             if self._failure is not None:
                 raise self._failure
-            for work in self._works:
-                if self._world.device.type == "cpu":
-                    work.wait(self._world.timeout)
-                else:
-                    work.wait()
+            while self.issue():
+                pass
+            if self._failure is not None:
+                raise self._failure
+            self._take_near(take)
+            if self._transfer is not None:
+                self._transfer.finish()
+                self._take_far(take)
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._what, error)
+        self._parcel.box.done()
 
-
-class RowExchange:
-    """Moves rows between ranks, and counts what it really sent and received, by peer."""
-
-    def __init__(self, world: World, row_bytes: int) -> None:
-        self._world, self._row_bytes = world, row_bytes
-        self.sent_rows = np.zeros(world.size, dtype=np.int64)
-        self.received_rows = np.zeros(world.size, dtype=np.int64)
-        self.calls = 0
-
-    def begin(
-        self, rows: Tensor, counts: Counts, out: Tensor, out_counts: Counts, *, what: str
-    ) -> InFlight:
-        """Collective. Sends ``counts[p]`` of ``rows`` to rank p, in order, and fills ``out``.
-
-        ``rows`` and ``out`` are contiguous uint8 ``[n, row_bytes]`` on the plane's device, by
-        receiving and by sending rank; counts are int64 ``[ranks]``, zeros allowed, 0 for the rank
-        itself. Raises WorldError on counts that do not fit; whatever goes wrong with other ranks is
-        raised by ``wait``.
-        """
+    def _take_near(self, take: Take) -> None:
+        parcel, box = self._parcel, self._parcel.box
+        senders = [peer for peer in box.near if parcel.out_counts[peer]]
+        if not senders:
+            return
+        box.wait(senders)
         rank = self._world.rank
-        sizes, out_sizes = counts.tolist(), out_counts.tolist()
-        for block, n in ((rows, sizes), (out, out_sizes)):
-            if sum(n) != block.shape[0] or n[rank] or block.shape[1] != self._row_bytes:
+        for peer in senders:
+            count = int(box.counts(peer)[rank])
+            if count != parcel.out_counts[peer]:
                 raise WorldError(
-                    f"the counts of {what} do not fit the rows", rank=rank,
-                    expected=f"{n} rows of {self._row_bytes} bytes and 0 for this rank",
-                    got=list(block.shape),
+                    f"{self._world.told([peer])} sent another number of rows in {self._what}",
+                    rank=rank, expected=parcel.out_counts[peer], got=count,
+                    cure="This is a bug in Conduit, or ranks run different versions",
                 )
-        works: list[dist.Work] = []
-        failure = None
-        try:
-            if self._world.device.type == "cpu":
-                works = self._point_to_point(rows, sizes, out, out_sizes)
+            start = parcel.out_starts[peer]
+            if box.is_private(peer):
+                rows = parcel.inbox[start : start + count]
+                assert self._world.data is not None
+                self._world.data.recv([rows], peer, _UNSHARED_TAG).wait(self._world.timeout)
+                take(rows, start)
             else:
-                works = self._all_to_all(rows, sizes, out, out_sizes)
-        except TRANSPORT_ERRORS as error:
-            # Told by ``wait``: until then the control record may say why others are gone.
-            failure = error
-        self.calls += 1
-        self.sent_rows += counts
-        self.received_rows += out_counts
-        return InFlight(self._world, what, works, failure)
+                take(box.rows_of(peer, rank), start)
 
-    def __call__(
-        self, rows: Tensor, counts: Counts, out: Tensor, out_counts: Counts, *, what: str
-    ) -> None:
-        """``begin`` and ``wait`` in one."""
-        self.begin(rows, counts, out, out_counts, what=what).wait()
-
-    def _point_to_point(
-        self, rows: Tensor, sizes: list[int], out: Tensor, out_sizes: list[int]
-    ) -> list[dist.Work]:
-        group = self._world.data
-        assert group is not None
-        works = [group.recv([part], peer, 0) for peer, part in _parts(out, out_sizes)]
-        works += [group.send([part], peer, 0) for peer, part in _parts(rows, sizes)]
-        return works
-
-    def _all_to_all(
-        self, rows: Tensor, sizes: list[int], out: Tensor, out_sizes: list[int]
-    ) -> list[dist.Work]:
-        work = dist.all_to_all_single(
-            out, rows, out_sizes, sizes, group=self._world.data, async_op=True
-        )
-        assert work is not None
-        return [work]
-
-    @property
-    def sent_bytes(self) -> Counts:
-        """Payload bytes sent to each rank so far."""
-        return self.sent_rows * self._row_bytes
+    def _take_far(self, take: Take) -> None:
+        """Rows of ranks that come one after the other in one piece."""
+        parcel = self._parcel
+        begin = end = 0
+        for peer in parcel.far:
+            start, count = parcel.out_starts[peer], parcel.out_counts[peer]
+            if start != end and end > begin:
+                take(parcel.inbox[begin:end], begin)
+            begin = begin if start == end else start
+            end = start + count
+        if end > begin:
+            take(parcel.inbox[begin:end], begin)
 
 
-def _parts(block: Tensor, sizes: list[int]) -> list[tuple[int, Tensor]]:
-    """The rows of every peer that has some."""
-    parts, start = [], 0
-    for peer, size in enumerate(sizes):
-        if size:
-            parts.append((peer, block[start : start + size]))
-            start += size
-    return parts
+def _starts(counts: list[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]

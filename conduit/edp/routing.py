@@ -13,12 +13,13 @@ draws]``; where their elements are numbered, it is across all batches.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ROUTINGS", "Transfers", "route", "transfers"]
+__all__ = ["ROUTINGS", "Transfers", "route", "transfers", "typical_moves"]
 
 ROUTINGS = ("exchangeable", "independent")
 
@@ -59,6 +60,13 @@ def route(routing: str, holders: Ranks, hosts: Numbers, batch_rows: int) -> Rank
         moved, seats = np.delete(moved, near), np.delete(seats, near_seats)
     learners[moved] = seats % ranks
     return learners.reshape(holders.shape)
+
+
+def typical_moves(routing: str, batch_rows: int, ranks: int) -> int:
+    """How many rows a rank sends for one batch, on average, when shards are equal."""
+    if routing == "independent":
+        return batch_rows * (ranks - 1) // ranks
+    return 2 * math.isqrt(batch_rows) // 5 if ranks > 1 else 0
 
 
 def _within_hosts(draw_hosts: Numbers, seat_hosts: Numbers) -> tuple[Numbers, Numbers]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from conduit.collectives.exchange import RowExchange
+from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.directory import Directory
 from conduit.edp.ingestion import Commit, plan_commit
 from conduit.metrics import Counters
@@ -17,6 +16,8 @@ from conduit.tiers.shard import Shard
 __all__ = ["Commits"]
 
 Counts = NDArray[np.int64]
+
+_WHAT = "sending rows home"
 
 
 class Commits:
@@ -41,17 +42,19 @@ class Commits:
         if np.count_nonzero(occupied > self._quotas + shard.staging_rows):
             fence()
             self._counters.fences += 1
-        received = self._send_home(plan) if plan.moves else None
+        here = plan.holders == rank
+        counts, dropped = plan.counts[here], int(plan.dropped[rank])
+        if plan.moves:
+            shard.receive(
+                counts=counts, own=plan.sources[here] == rank, dropped=dropped,
+                arrivals=self._send_home(plan).wait,
+            )
         starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
         directory.append(
             plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
             arriving=plan.arriving,
         )
-        here = plan.holders == rank
-        shard.commit(
-            starts=starts[here], counts=plan.counts[here], own=plan.sources[here] == rank,
-            received=received, dropped=int(plan.dropped[rank]), begin=directory.begin,
-        )
+        shard.commit(starts=starts[here], counts=counts, dropped=dropped, begin=directory.begin)
         self._count(int(staged.sum()), plan.skipped)
 
     def commit_alone(self) -> None:
@@ -63,17 +66,16 @@ class Commits:
         )
         self._count(staged, skipped)
 
-    def _send_home(self, plan: Commit) -> Tensor:
-        """Sends rows beyond this rank's quota to their holders; returns those that came here."""
+    def _send_home(self, plan: Commit) -> InFlight:
+        """Sends rows beyond this rank's quota to their holders; others send some here."""
         rank, shard = self._rank, self._shard
         counts, out_counts = plan.sent_by(rank), plan.received_by(rank)
         outgoing = int(counts.sum())
-        first = int(plan.dropped[rank]) + plan.kept_by(rank)
-        rows = shard.outgoing(first=first, rows=outgoing)
-        received = shard.layout.block(int(out_counts.sum()), shard.tier.device)
-        self._exchange(rows, counts, received, out_counts, what="sending rows home")
+        rows = self._exchange.outbox(outgoing, what=_WHAT)
+        if outgoing:
+            shard.copy_staged(int(plan.dropped[rank]) + plan.kept_by(rank), rows)
         self._counters.rows_sent_home += outgoing
-        return received
+        return self._exchange.begin(counts, out_counts, what=_WHAT)
 
     def _count(self, staged: int, skipped: int) -> None:
         self._counters.commits += 1

@@ -42,13 +42,13 @@ class Deliveries:
     """
 
     def __init__(
-        self, *, replay: Replay, shard: Shard, exchange: RowExchange, slabs: SlabPool,
-        batches: BatchMaker, counters: Counters,
+        self, *, replay: Replay, shard: Shard, exchange: RowExchange, late_exchange: RowExchange,
+        slabs: SlabPool, batches: BatchMaker, counters: Counters,
     ) -> None:
         self._replay, self._shard = replay, shard
         self._slabs, self._batches, self._counters = slabs, batches, counters
         self._fetch = Fetch(shard, exchange, counters, what="exchanging the rows of a batch")
-        self._late = Fetch(shard, exchange, counters, what="exchanging late rows")
+        self._late = Fetch(shard, late_exchange, counters, what="exchanging late rows")
         self._pending: _Pending | None = None
         # The batches known ahead, and what each of them takes.
         self._known: Ahead | None = None

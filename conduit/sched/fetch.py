@@ -45,7 +45,6 @@ class Fetch:
     ) -> None:
         self._shard, self._exchange = shard, exchange
         self._counters, self._what = counters, what
-        self._outbox, self._inbox = _Box(shard), _Box(shard)
         self._flight: InFlight | None = None
         self._out: Records
         self._places: Numbers
@@ -55,17 +54,15 @@ class Fetch:
         from others are on their way. ``out`` is complete after ``finish``, which comes before the
         next ``begin``."""
         if wanted.moved:
-            outgoing, incoming = len(wanted.send_slots), len(wanted.places)
-            self._outbox.reserve(outgoing)
-            self._inbox.reserve(incoming)
+            shard, outgoing = self._shard, len(wanted.send_slots)
+            rows = self._exchange.outbox(outgoing, what=self._what)
             if outgoing:
-                self._shard.gather(wanted.send_slots, self._outbox.records[:outgoing])
+                shard.gather(wanted.send_slots, shard.layout.records(rows))
             self._out, self._places = out, wanted.places
             self._flight = self._exchange.begin(
-                self._outbox.block[:outgoing], wanted.send_counts,
-                self._inbox.block[:incoming], wanted.receive_counts, what=self._what,
+                wanted.send_counts, wanted.receive_counts, what=self._what
             )
-            self._counters.rows_received += incoming
+            self._counters.rows_received += len(wanted.places)
         if len(wanted.slots):
             self._shard.gather(wanted.slots, out)
 
@@ -73,11 +70,12 @@ class Fetch:
         """Waits for the rows of others and puts them in their places."""
         if self._flight is None:
             return
-        self._flight.wait()
+        self._flight.wait(self._put)
         self._flight = None
-        count = len(self._places)
-        if count:
-            put(self._inbox.records[:count], self._out, self._places)
+
+    def _put(self, rows: Tensor, start: int) -> None:
+        places = self._places[start : start + len(rows)]
+        put(self._shard.layout.records(rows), self._out, places)
 
     def abandon(self) -> None:
         """Gives up waiting, and the connections that an exchange in flight keeps open."""
@@ -91,19 +89,3 @@ def put(rows: Records, out: Records, places: Numbers) -> None:
         out.index_copy_(0, torch.from_numpy(places).to(out.device), rows)
     else:
         out[places] = rows
-
-
-class _Box:
-    """Memory for rows on their way, which grows with what is asked of it."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._layout, self._device = shard.layout, shard.tier.device
-        self._rows = -1
-        self.reserve(0)
-
-    def reserve(self, rows: int) -> None:
-        """Makes room for ``rows`` rows, in ``block`` and seen as ``records``."""
-        if rows > self._rows:
-            self._rows = 2 * rows
-            self.block = self._layout.block(self._rows, self._device)
-            self.records = self._layout.records(self.block)

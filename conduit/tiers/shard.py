@@ -14,7 +14,8 @@ the same integers) first makes sure by one more control exchange that nobody rea
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ Index = NDArray[np.int64]
 
 
 Rows = TypeVar("Rows", int, Index)
+Arrivals: TypeAlias = Callable[[Callable[[Tensor, int], None]], None]
 
 
 def ring_rows(quota_rows: Rows, staging_rows: int) -> Rows:
@@ -123,35 +125,40 @@ class Shard:
             self._writer.write([v[first:] for v in values], 0, rows - first)
         self.staged += rows
 
-    def outgoing(self, *, first: int, rows: int) -> Tensor:
-        """A copy of ``rows`` staged rows from number ``first`` on: uint8 ``[rows, row_bytes]``."""
-        out = self.layout.block(rows, self.tier.device)
-        self.tier.gather(self._slots(self._head + first, rows), self.layout.records(out))
-        return out
+    def copy_staged(self, first: int, out: Tensor) -> None:
+        """Copies staged rows from number ``first`` on into ``out``, uint8 ``[rows, row_bytes]``.
+        """
+        self.tier.gather(self._slots(self._head + first, len(out)), self.layout.records(out))
 
-    def commit(
-        self, *, starts: Index, counts: Index, own: NDArray[np.bool_], received: Tensor | None,
-        dropped: int, begin: int,
+    def receive(
+        self, *, counts: Index, own: NDArray[np.bool_], dropped: int, arrivals: Arrivals
     ) -> None:
-        """Makes rows visible: runs of ``counts`` rows at logical ``starts``, in logical order.
+        """Puts rows that come from other ranks among those staged here, before their ``commit``.
 
-        ``own`` marks the run (at most one) of rows staged here, after ``dropped`` staged rows that
-        are not kept; all others are in ``received``, in order. ``begin`` is the oldest live index.
+        ``counts`` are the rows of all runs that this rank gets, in logical order; ``own`` marks the
+        run (at most one) of rows staged here. The others come by ``arrivals(take)``, which calls
+        ``take(rows, start)`` with pieces of them, in the same order numbered from 0.
         """
         base = self._head + dropped
-        ends = counts.cumsum()
-        if received is not None:
-            kept = int(counts[own].sum())
-            before = int(counts[: int(own.argmax())].sum()) if kept else 0
-            if before and kept:
-                rows = self.layout.block(kept, self.tier.device)
-                self.tier.gather(self._slots(base, kept), self.layout.records(rows))
-                self.tier.write(self._slots(base + before, kept), rows)
-            places = np.concatenate([
-                self._slots(base, before),
-                self._slots(base + before + kept, len(received) - before),
-            ])
-            self.tier.write(places, received)
+        kept = int(counts[own].sum())
+        before = int(counts[: int(own.argmax())].sum()) if kept else 0
+        if before and kept:
+            rows = self.layout.block(kept, self.tier.device)
+            self.tier.gather(self._slots(base, kept), self.layout.records(rows))
+            self.tier.write(self._slots(base + before, kept), rows)
+        places = np.concatenate([
+            self._slots(base, before),
+            self._slots(base + before + kept, int(counts.sum()) - kept - before),
+        ])
+        arrivals(lambda rows, start: self.tier.write(places[start : start + len(rows)], rows))
+
+    def commit(self, *, starts: Index, counts: Index, dropped: int, begin: int) -> None:
+        """Makes rows visible: runs of ``counts`` rows at logical ``starts``, in logical order.
+
+        They are the rows staged here and received, after ``dropped`` staged ones that are not kept.
+        ``begin`` is the oldest live index.
+        """
+        base, ends = self._head + dropped, counts.cumsum()
         for start, end, count in zip(
             starts.tolist(), ends.tolist(), counts.tolist(), strict=True
         ):

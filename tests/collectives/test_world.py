@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from conduit import ExperiencePlane, WorldError
-from conduit.collectives.world import World, _host_identity
+from conduit.collectives.hosts import host_identity
+from conduit.collectives.world import World
 from tests.numbered import EXAMPLE, numbered
 from tests.simulation import Simulation
 
@@ -96,13 +97,13 @@ def test_who_shares_memory() -> None:
 
 
 def test_a_host_is_known_by_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    identity = _host_identity()
+    identity = host_identity()
     assert 0 <= identity < 1 << 63
-    assert _host_identity() == identity
+    assert host_identity() == identity
     if Path("/dev/shm").exists() and Path("/proc/sys/kernel/random/boot_id").exists():
         # A name says nothing where shared memory can be told apart.
         monkeypatch.setattr("platform.node", lambda: "elsewhere")
-        assert _host_identity() == identity
+        assert host_identity() == identity
 
 
 def test_ranks_of_a_part_are_told_with_their_numbers_in_the_job() -> None:

@@ -80,8 +80,8 @@ def make_plane(
         "central": conduit.Central(int(np.argmax(quotas)) if quotas else 0),
     }
     if hosts is not None and rank.size > 1:
-        identity = conduit.collectives.world._host_identity
-        conduit.collectives.world._host_identity = lambda: 1_000 + hosts[rank.number]
+        identity = conduit.collectives.world.host_identity
+        conduit.collectives.world.host_identity = lambda: 1_000 + hosts[rank.number]
     try:
         return conduit.ExperiencePlane(
             example, capacity=capacity, batch_size=batch_rows, placement=placements[placement],
@@ -90,7 +90,7 @@ def make_plane(
         )
     finally:
         if hosts is not None and rank.size > 1:
-            conduit.collectives.world._host_identity = identity
+            conduit.collectives.world.host_identity = identity
 
 
 def play(

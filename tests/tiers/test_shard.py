@@ -3,6 +3,7 @@ and no row replaced while somebody may still read it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,7 +156,8 @@ def apply(shard: Shard, model: Model, case: CommitCase) -> None:
     model.live = model.live[case.lost :]
     # The last staged rows go to other ranks.
     staged, away = len(model.staged), len(model.staged) - case.dropped - case.kept
-    leaving = shard.outgoing(first=staged - away, rows=away)
+    leaving = torch.empty(away, shard.layout.row_bytes, dtype=torch.uint8)
+    shard.copy_staged(staged - away, leaving)
     assert torch.equal(leaving, packed(model.staged[staged - away :]))
     model.end += case.dropped + case.gaps[0]
     for rows in case.before:
@@ -167,10 +169,19 @@ def apply(shard: Shard, model: Model, case: CommitCase) -> None:
         run(model.fresh(rows), is_own=False)
     model.end += case.gaps[3]
     begin = model.live[0][0] if model.live else model.end
+
+    def arrive(take: Callable[[torch.Tensor, int], None]) -> None:
+        """In two pieces, the later one first."""
+        rows, middle = packed(received), len(received) // 3
+        take(rows[middle:], middle)
+        take(rows[:middle], 0)
+
+    if received or away:
+        shard.receive(
+            counts=np.array(counts), own=np.array(mine), dropped=case.dropped, arrivals=arrive
+        )
     shard.commit(
-        starts=np.array(starts), counts=np.array(counts), own=np.array(mine),
-        received=packed(received) if received or away else None, dropped=case.dropped,
-        begin=begin,
+        starts=np.array(starts), counts=np.array(counts), dropped=case.dropped, begin=begin
     )
     model.staged = []
 

@@ -1,0 +1,142 @@
+"""Which transport carries rows between hosts: measured once, decided by all ranks alike.
+
+A plane whose ranks share one host has nothing to choose: rows never touch the network. Between
+hosts Gloo's all-to-all runs some links half-duplex where messages between pairs use both
+directions, on others it is the quickest, and several ranks a host may do best by rail. So each
+candidate moves the same bytes a few times, in turn, and the one whose slowest rank is quickest
+wins. Ranks compare the times that all of them measured, as integers, and confirm the decision with
+the next control record.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from conduit.collectives.agreement import Decisions
+from conduit.collectives.exchange import RowExchange, Traffic
+from conduit.collectives.shared import Windows
+from conduit.collectives.transports import AllToAll, Network, PointToPoint, Rail
+from conduit.collectives.watch import raise_missing
+from conduit.collectives.world import TRANSPORT_ERRORS, World
+
+__all__ = ["TRANSPORTS", "candidates", "measure", "open_exchanges"]
+
+TRANSPORTS = ("auto", "network", "shared")
+
+_TRIAL_TAG = 99
+_REPEATS = 3
+_TRIAL_BYTES = 1 << 20
+"""What a rank sends at most in one trial: 40 ms at 200 Mbit."""
+
+
+def open_exchanges(
+    world: World, row_bytes: int, *, boxes: tuple[int, ...], trial_rows: int,
+    decisions: Decisions, transport: str = "auto",
+) -> list[RowExchange]:
+    """Collective. Exchanges with so many boxes each, which count into one account.
+
+    ``trial_rows`` is how many rows a rank sends in a typical exchange. ``transport`` is "network"
+    for rows that share no memory even where they could.
+    """
+    try:
+        return _open(world, row_bytes, boxes, trial_rows, decisions, transport)
+    except TRANSPORT_ERRORS as error:
+        raise_missing(world, "making the plane", error)
+
+
+def _open(
+    world: World, row_bytes: int, boxes: tuple[int, ...], trial_rows: int, decisions: Decisions,
+    transport: str,
+) -> list[RowExchange]:
+    windows: list[Windows] | None = None
+    if transport != "network" and world.device.type == "cpu" and world.size > 1:
+        windows = world.open_windows(sum(boxes), words=1 + world.size)
+    traffic = Traffic(ranks=world.size)
+    makers = candidates(world, shared=windows is not None)
+    times = dict.fromkeys(makers, 0)
+    # Where all is shared nothing is far, and any of them will do.
+    if len(makers) > 1 and (windows is None or world.hosts.max() > 0):
+        times = measure(world, row_bytes, makers, rows=trial_rows)
+    chosen = _best(times) if times else "none"
+    decisions.decide("transport", f"{chosen} of {times} us")
+    exchanges = []
+    remaining = iter(windows or ())
+    for tag, count in enumerate(boxes):
+        own = [next(remaining) for _ in range(count)] if windows is not None else count
+        exchanges.append(RowExchange(
+            world, row_bytes, windows=own, traffic=traffic,
+            network=makers[chosen](tag) if makers else None,
+        ))
+    return exchanges
+
+
+def _best(times: dict[str, int]) -> str:
+    """The quickest, but the first one unless another takes a tenth less."""
+    first, quickest = next(iter(times)), min(times, key=lambda name: times[name])
+    return quickest if 10 * times[quickest] < 9 * times[first] else first
+
+
+def candidates(world: World, *, shared: bool) -> dict[str, Callable[[int], Network]]:
+    """What can carry rows over the network, by name, each made for a tag."""
+    if world.size == 1:
+        return {}
+    if world.device.type == "cuda":
+        return {AllToAll.name: lambda tag: AllToAll(world)}
+    makers: dict[str, Callable[[int], Network]] = {
+        PointToPoint.name: lambda tag: PointToPoint(world, tag=tag)
+    }
+    if not shared:
+        makers[AllToAll.name] = lambda tag: AllToAll(world)
+    elif Rail.is_possible(world):
+        makers[Rail.name] = lambda tag: Rail(world, tag=tag)
+    return makers
+
+
+def measure(
+    world: World, row_bytes: int, makers: dict[str, Callable[[int], Network]], *, rows: int
+) -> dict[str, int]:
+    """Collective. Microseconds that each candidate takes to send ``rows`` rows a rank, evenly to
+    all other ranks: the median of some runs, the slowest rank's, the same on all ranks."""
+    rows = max(min(rows, _TRIAL_BYTES // row_bytes), 1)
+    counts = np.full(world.size, -(-rows // max(world.size - 1, 1)))
+    counts[world.rank] = 0
+    windows = None
+    if Rail.name in makers:
+        windows = world.open_windows(len(makers), words=1 + world.size)
+    exchanges = {
+        name: RowExchange(
+            world, row_bytes, windows=1 if windows is None else windows[i : i + 1],
+            network=make(_TRIAL_TAG),
+        ) for i, (name, make) in enumerate(makers.items())
+    }
+    taken: dict[str, list[int]] = {name: [] for name in makers}
+    for _ in range(1 + _REPEATS):  # the first run opens connections
+        for name, exchange in exchanges.items():
+            _meet(world, 0)
+            begun = time.perf_counter_ns()
+            exchange.outbox(int(counts.sum()), what="choosing a transport").zero_()
+            exchange.begin(counts, counts, what="choosing a transport").wait(_look_at)
+            taken[name].append((time.perf_counter_ns() - begun) // 1000)
+    for exchange in exchanges.values():
+        exchange.close()
+    return {
+        name: _meet(world, int(statistics.median(times[1:]))) for name, times in taken.items()
+    }
+
+
+def _meet(world: World, value: int) -> int:
+    """Collective. The largest ``value`` of all ranks."""
+    sent = torch.full((world.size,), value, dtype=torch.int64, device="cpu")
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=world.control)
+    return int(received.max())
+
+
+def _look_at(rows: torch.Tensor, start: int) -> None:
+    """What there is to do with the rows of a trial."""

@@ -1,0 +1,84 @@
+"""Rows in one uneven all-to-all: the way of NCCL, and of Gloo where that is measured to be best."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conduit.collectives.transports.parcel import Parcel
+from conduit.collectives.world import World
+
+__all__ = ["AllToAll"]
+
+
+class AllToAll:
+    """See :class:`.parcel.Network`. For exchanges that are all network: with nothing near.
+
+    Every rank takes part in every chunk, so chunks need ``most_rows``; without it there is one.
+    """
+
+    name = "all-to-all"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def begin(self, parcel: Parcel) -> _Rounds:
+        world = self._world
+        assert world.data is not None
+        return _Rounds(world.data, world.timeout if world.device.type == "cpu" else None, parcel)
+
+
+class _Rounds:
+    """See :class:`.parcel.Transfer`. A single round is sent from the box and into the inbox; of
+    several, each is brought together first, since its rows lie apart."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, parcel: Parcel) -> None:
+        self._group, self._timeout, self._parcel = group, timeout, parcel
+        row_bytes = parcel.inbox.shape[1]
+        chunk = max(parcel.chunk_bytes // row_bytes, 1)
+        most = parcel.most_rows
+        self._rounds = 1 if most is None else max(-(-most // chunk), 1)
+        self._chunk = chunk if self._rounds > 1 else max(*parcel.counts, *parcel.out_counts, 1)
+        self._works: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def issue(self) -> bool:
+        number = len(self._works)
+        if number == self._rounds:
+            return False
+        parcel = self._parcel
+        sent = self._pieces(parcel.box.rows, parcel.starts, parcel.counts, number)
+        places = self._pieces(parcel.inbox, parcel.out_starts, parcel.out_counts, number)
+        if self._rounds == 1:
+            outgoing, incoming = parcel.box.rows, parcel.inbox
+        else:
+            outgoing = torch.cat(sent)
+            incoming = outgoing.new_empty(sum(map(len, places)), outgoing.shape[1])
+        work = self._group.alltoall_base(
+            incoming, outgoing, [len(piece) for piece in places], [len(piece) for piece in sent]
+        )
+        self._works.append((work, incoming, places))
+        return True
+
+    def _pieces(
+        self, block: Tensor, starts: list[int], counts: list[int], number: int
+    ) -> list[Tensor]:
+        begin = number * self._chunk
+        return [
+            block[start + min(begin, count) : start + min(begin + self._chunk, count)]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+
+    def finish(self) -> None:
+        for work, incoming, places in self._works:
+            if self._timeout is None:
+                work.wait()  # on CUDA: the stream waits
+            else:
+                work.wait(self._timeout)
+            if self._rounds > 1:
+                begin = 0
+                for place in places:
+                    place.copy_(incoming[begin : begin + len(place)])
+                    begin += len(place)

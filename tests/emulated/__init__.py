@@ -1,0 +1,1 @@
+"""What only shows on an emulated cluster: hosts behind slow links."""
