@@ -46,7 +46,7 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
         COMMANDS, prog="conduit", groups=GROUPS, version=f"conduit {conduit.__version__}"
     )
     try:
-        args = parser.parse_args(argv)
+        args = parser.parse_args(_without_separator(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # --help and --version have printed what they are for
         return int(stop.code or FINE)
     command: Command = args.command
@@ -56,6 +56,12 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
         status = command.run(args, report)
     report.write()
     return status
+
+
+def _without_separator(argv: Sequence[str]) -> Sequence[str]:
+    """``-- COMMAND ...`` is ``COMMAND ...``: torchrun needs the -- to leave options such as --max,
+    which begin like its own, to the program, and passes it on."""
+    return argv[1:] if argv and argv[0] == "--" else argv
 
 
 if __name__ == "__main__":

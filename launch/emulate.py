@@ -51,6 +51,16 @@ MAX_HOSTS = 1000
 
 BRIDGE = "bridge"
 FIRST_ADDRESS = ipaddress.IPv4Address("10.0.0.1")
+_TORCHRUN = """
+import argparse, functools
+argparse.ArgumentParser.__init__ = functools.partialmethod(
+    argparse.ArgumentParser.__init__, allow_abbrev=False
+)
+from torch.distributed.run import main
+main()
+"""
+"""torchrun, except that it leaves the program's own options alone: up to Python 3.11 it refuses them
+where they begin like one of its own, as --max does."""
 RENDEZVOUS_PORT = 29400
 QUEUE_MS = 50
 POLL_S = 0.1
@@ -312,7 +322,7 @@ class Cluster:
     def agent(self, host: int, arguments: Sequence[str], ranks_per_host: int) -> list[str]:
         """The torchrun of one host."""
         return [
-            sys.executable, "-m", "torch.distributed.run",
+            sys.executable, "-c", _TORCHRUN,
             f"--nnodes={len(self.links)}", f"--nproc-per-node={ranks_per_host}",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{RENDEZVOUS_PORT}",
             f"--rdzv-id={self.name}",

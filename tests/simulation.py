@@ -240,19 +240,21 @@ class Simulation:
         for hub in self._hubs:
             hub.abandon()
 
+    def group(self) -> Group:
+        """A process group, made by all ranks alike: this rank's end of it."""
+        rank = self._who.rank
+        with self._lock:
+            number = self._joined[rank]
+            self._joined[rank] += 1
+            while len(self._hubs) <= number:
+                self._hubs.append(Hub(self.size))
+            return Group(self._hubs[number], rank)
+
     def _join(self, *, device: torch.device, timeout: timedelta, group: Any = None) -> World:
         rank = self._who.rank
-        groups = []
-        with self._lock:
-            # Ranks make their groups in the same order.
-            first = self._joined[rank]
-            self._joined[rank] += 3
-            while len(self._hubs) < first + 3:
-                self._hubs.append(Hub(self.size))
-            groups = [Group(hub, rank) for hub in self._hubs[first : first + 3]]
         if self.size == 1:
             return World.alone(device, timeout)
-        control, watch, data = groups
+        control, watch, data = (self.group() for _ in range(3))
         world = World(
             rank=rank, size=self.size, device=device, timeout=timeout,
             hosts=np.array(self.hosts, dtype=np.int64), control=control,  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conduit.collectives.copies import KINDS
+from conduit.collectives.flows import PARTS, Flow
 from conduit.collectives.links import Capacity, Copy, Gpu, Link, LinkMatrix, middle
 from conduit.collectives.nvml import NOTHING
 from conduit.collectives.schedule import LOADED, Round
-from conduit.collectives.streams import PARTS, Flow
 
 __all__ = ["matrix_of", "turns"]
 

@@ -1,8 +1,9 @@
 """The probe: measures the links between ranks, what hosts carry, and what ranks copy.
 
-Rounds come from :mod:`.schedule`, figures of a round's flows from :mod:`.streams`. Ranks keep what
-they measured until all rounds are done; then it is gathered, and every rank makes the same matrix
-of it (:mod:`.figures`). A rank that has no part in a round makes the same collective calls.
+Rounds come from :mod:`.schedule`, figures of a round's flows from :mod:`.streams` or, on NCCL,
+:mod:`.flows`. Ranks keep what they measured until all rounds are done; then it is gathered, and
+every rank makes the same matrix of it (:mod:`.figures`). A rank that has no part in a round makes
+the same collective calls.
 """
 
 from __future__ import annotations
@@ -11,23 +12,18 @@ import numpy as np
 
 from conduit.collectives.copies import copy_figures
 from conduit.collectives.figures import matrix_of, turns
+from conduit.collectives.flows import PARTS, CollectiveFlows, Flows, gathered
 from conduit.collectives.links import LinkMatrix
 from conduit.collectives.nvml import gpu_facts
 from conduit.collectives.schedule import LOADED, rounds
-from conduit.collectives.streams import (
-    PARTS,
-    CollectiveFlows,
-    Flows,
-    StreamedFlows,
-    gathered,
-)
+from conduit.collectives.streams import StreamedFlows
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 
 __all__ = ["SHORT_WINDOW_NS", "WINDOW_NS", "probe_links"]
 
 WINDOW_NS, SHORT_WINDOW_NS = 150_000_000, 50_000_000
-"""How long a flow lasts: long enough to outlast a bucket of 256 KB at 50 Mbit."""
+"""How much of a flow counts: long enough to outlast a bucket of 256 KB at 50 Mbit."""
 
 _COPY_BYTES, _SHORT_COPY_BYTES = 16 * 1024 * 1024, 4 * 1024 * 1024
 

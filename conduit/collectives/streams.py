@@ -9,8 +9,6 @@ Both ends of a transfer must know its size before it is sent, and the sender alo
 is up. So every byte of a chunk has the same value, which says how large the chunk ``_DEPTH`` later
 is (0: there is none). The sender lets chunks grow while word of them comes back quickly, which
 takes some round trips: enough for hosts of one cluster, not for distant ones.
-
-NCCL has no messages between two ranks alone; see ``CollectiveFlows`` for how it is measured.
 """
 
 from __future__ import annotations
@@ -19,73 +17,48 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
+from conduit.collectives.flows import PARTS, Flow
 from conduit.collectives.world import World
 
-__all__ = ["PARTS", "CollectiveFlows", "Flow", "Flows", "StreamedFlows", "expected_ns",
-           "gathered"]
-
-Flow = tuple[int, int]
-
-PARTS = 5
-"""Repetitions of a measurement of bandwidth."""
+__all__ = ["StreamedFlows", "expected_ns", "rates"]
 
 _DEPTH = 4
-_SMALLEST_BYTES = 16 * 1024
-_SIZES = 7
-"""A chunk is 16 KiB, 32 KiB, ... or 1 MiB; ``_DEPTH`` of them are under way."""
+_SMALLEST_BYTES = 8 * 1024
+_SIZES = 8
+"""A chunk is 8 KiB, 16 KiB, ... or 1 MiB; ``_DEPTH`` of them are under way."""
 
 _UNDER_WAY_NS = 10_000_000
 _PINGS, _PING_NS = 16, 20_000_000
 _AROUND_NS = 25_000_000
 """What meeting, small messages and getting going add to a flow, as measured."""
 
-_POLL_S = 1e-4
+_POLL_S = 3e-4
 _STALL_NS = 500_000_000
 _DATA, _ACK, _PING = 11, 12, 13
 """Tags of messages; the exchange of rows has others."""
-
-_LEAST_BYTES, _MOST_BYTES = 64 * 1024, 64 * 1024 * 1024
-
-
-class Flows(Protocol):
-    """Collective calls over all ranks, each with the same ``flows`` of ``(source, target)``.
-
-    What they return is for this rank's incoming flows, in the order of ``flows``. They raise one of
-    ``TRANSPORT_ERRORS`` when a rank does not come.
-    """
-
-    def latency_ns(self, flows: Sequence[Flow]) -> list[int]:
-        """Nanoseconds of a small message one way. For rounds in which a rank has one partner."""
-
-    def bytes_per_s(self, flows: Sequence[Flow]) -> list[list[int]]:
-        """``PARTS`` bandwidths of each flow, all flows running at once."""
-
-
-def gathered(world: World, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Collective. ``values`` (int64 ``[n]``) of all ranks, ``[ranks, n]``."""
-    sent = np.ascontiguousarray(np.broadcast_to(values, (world.size, len(values))))
-    got = np.empty_like(sent)
-    dist.all_to_all_single(torch.from_numpy(got), torch.from_numpy(sent), group=world.control)
-    return got
 
 
 def expected_ns(window_ns: int, bytes_per_s: int) -> int:
     """About how long the streams of a round take one way, over links of that bandwidth: the window,
     what is under way when it ends, and what comes around it."""
     under_way_ns = _DEPTH * _SMALLEST_BYTES * 10**9 // bytes_per_s
-    return window_ns + max(_UNDER_WAY_NS, under_way_ns) + _AROUND_NS
+    return _lasts_ns(window_ns) + max(_UNDER_WAY_NS, under_way_ns) + _AROUND_NS
+
+
+def _lasts_ns(window_ns: int) -> int:
+    """How long a sender goes on. A flow that began late is measured late: a quarter more, and those
+    it shares a link with are still there."""
+    return window_ns * 5 // 4
 
 
 class StreamedFlows:
-    """Flows over Gloo, message by message; ``window_ns`` is how long a stream lasts."""
+    """Flows over Gloo, message by message; ``window_ns`` is how much of a stream counts."""
 
     def __init__(self, world: World, window_ns: int) -> None:
         self._rank, self._timeout, self._window_ns = world.rank, world.timeout, window_ns
@@ -127,7 +100,7 @@ class StreamedFlows:
     def bytes_per_s(self, flows: Sequence[Flow]) -> list[list[int]]:
         ins = [_In(self._group, source) for source, target in flows if target == self._rank]
         outs = [
-            _Out(self._group, target, self._filled, self._window_ns)
+            _Out(self._group, target, self._filled, _lasts_ns(self._window_ns))
             for source, target in flows if source == self._rank
         ]
         _run([*ins, *outs], self._timeout)
@@ -188,9 +161,9 @@ class _Out:
     """The sending end: keeps ``_DEPTH`` chunks under way until its time is up."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, filled: list[Tensor], window_ns: int
+        self, group: dist.ProcessGroup, peer: int, filled: list[Tensor], lasts_ns: int
     ) -> None:
-        self._group, self._peer, self._filled, self._window_ns = group, peer, filled, window_ns
+        self._group, self._peer, self._filled, self._lasts_ns = group, peer, filled, lasts_ns
         self._words = torch.zeros(_DEPTH, dtype=torch.uint8)
         self._seen = self._words.numpy()
         self._free = deque(range(_DEPTH))
@@ -205,7 +178,7 @@ class _Out:
     def _send(self, size: int) -> None:
         """Sends a chunk that says what the fourth one after it will be."""
         now, place = time.perf_counter_ns(), self._free.popleft()
-        says = 0 if now - self._begun_ns > self._window_ns else self._next
+        says = 0 if now - self._begun_ns > self._lasts_ns else self._next
         self._seen[place] = 0
         word = self._group.recv([self._words[place : place + 1]], self._peer, _ACK)
         chunk = self._filled[says][: _SMALLEST_BYTES << size - 1]
@@ -264,67 +237,3 @@ def rates(came: Sequence[tuple[int, int]], window_ns: int, parts: int) -> list[i
     edges = np.linspace(last / 4, last, parts + 1)
     amounts = np.diff(np.interp(edges, times, [amount for _, amount in came]))
     return [int(rate) for rate in amounts / np.diff(edges) * 1e9]
-
-
-class CollectiveFlows:
-    """Flows as all-to-alls with zeros elsewhere: what NCCL has instead of messages.
-
-    All ranks make the same calls, with sizes that follow from gathered times: as large as takes
-    ``window_ns``, or 64 MiB a rank. Bandwidth is the slope between two sizes, so that what a call
-    costs by itself does not count.
-    """
-
-    def __init__(self, world: World, window_ns: int) -> None:
-        self._world, self._window_ns = world, window_ns
-        self._on_gpu = world.device.type == "cuda"
-
-    def latency_ns(self, flows: Sequence[Flow]) -> list[int]:
-        self._longest_ns(flows, 8)
-        times = sorted(self._time_ns(flows, 8) for _ in range(_PINGS))
-        return [times[_PINGS // 2] for _, target in flows if target == self._world.rank]
-
-    def bytes_per_s(self, flows: Sequence[Flow]) -> list[list[int]]:
-        ends = [rank for flow in flows for rank in flow]
-        most = _MOST_BYTES // max(map(ends.count, set(ends)), default=1)
-        large = _LEAST_BYTES * 4
-        while self._longest_ns(flows, large) < self._window_ns // PARTS and large * 4 <= most:
-            large *= 4
-        small_ns = min(self._time_ns(flows, _LEAST_BYTES) for _ in range(PARTS))
-        found = []
-        for _ in range(PARTS):
-            large_ns = self._time_ns(flows, large)
-            # A small call that took as long as the large one was held up by something else.
-            slope_ns = max(large_ns - small_ns, large_ns // 2, 1)
-            found.append((large - _LEAST_BYTES) * 10**9 // slope_ns)
-        # The flows of a rank share its time, and they are of the same size.
-        return [list(found) for _, target in flows if target == self._world.rank]
-
-    def _longest_ns(self, flows: Sequence[Flow], size: int) -> int:
-        """The longest time that a rank took, the second time: the first one makes connections."""
-        self._time_ns(flows, size)
-        took = np.array([self._time_ns(flows, size)])
-        return int(gathered(self._world, took).max())
-
-    def _time_ns(self, flows: Sequence[Flow], size: int) -> int:
-        rank, device = self._world.rank, self._world.device
-        sizes = [size * ((rank, peer) in flows) for peer in range(self._world.size)]
-        out_sizes = [size * ((peer, rank) in flows) for peer in range(self._world.size)]
-        rows = torch.ones(sum(sizes), dtype=torch.uint8, device=device)
-        out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
-        gathered(self._world, np.zeros(1, dtype=np.int64))
-        self._synchronize()
-        begun = time.perf_counter_ns()
-        work = dist.all_to_all_single(
-            out, rows, out_sizes, sizes, group=self._world.data, async_op=True
-        )
-        assert work is not None
-        if self._on_gpu:
-            work.wait()
-            self._synchronize()
-        else:
-            work.wait(self._world.timeout)
-        return time.perf_counter_ns() - begun
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self._world.device)

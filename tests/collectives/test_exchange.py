@@ -141,7 +141,7 @@ def test_every_transport_is_the_plain_exchange(transport: str, data: st.DataObje
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_long_transfers(transport: str) -> None:
-    """Some in several messages, with their last row in one of its own; and a short one after."""
+    """Some in several messages, with their last bytes in one of its own; and a short one after."""
     with Simulation([0, 0, 1, 1], shared=transport in ("shared", "rail")) as simulation:
         exchanges = simulation.run(lambda rank: TRANSPORTS[transport](joined()))
         counts = np.zeros((4, 4), dtype=np.int64)

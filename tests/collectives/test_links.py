@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from conduit.collectives.copies import KINDS
 from conduit.collectives.figures import matrix_of, turns
+from conduit.collectives.flows import PARTS
 from conduit.collectives.links import LinkMatrix, middle
 from conduit.collectives.nvml import NOTHING
 from conduit.collectives.schedule import LOADED, WITHIN, rounds
-from conduit.collectives.streams import PARTS
 from conduit.errors import WorldError
 from tests.properties import examples, hosts_of
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import conduit
+import conduit.collectives.world
 from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.placement import Placement
 from tests.spmd.ranks import Outcome, Rank
@@ -50,7 +51,7 @@ EXAMPLES: dict[str, Any] = {
         "observation": torch.zeros(4), "next": {"reward": torch.zeros(1)}, "done": torch.zeros(1),
     },
     "empty": {}, "text": {"observation": "a string"}, "no mapping": torch.zeros(4),
-    "reserved": {"index": torch.zeros(4)},
+    "reserved": {"index": torch.zeros(4)}, "large": {"image": torch.zeros(1 << 20)},
 }
 PLACEMENTS: dict[str, Placement | None] = {
     "balanced": None, "central": conduit.Central(0), "central 1": conduit.Central(1),
@@ -90,6 +91,20 @@ def _in_exchange(number: int) -> None:
     RowExchange.begin = struck  # type: ignore[method-assign]
 
 
+def _after_exchange(number: int) -> None:
+    """From now on this rank gets the signal as soon as it has begun to send rows: when they are
+    many, some are at the receivers and some are not."""
+    begin = RowExchange.begin
+
+    def struck(self: RowExchange, *arguments: Any, **more: Any) -> InFlight:
+        flight = begin(self, *arguments, **more)
+        time.sleep(0.001)
+        os.kill(os.getpid(), number)
+        return flight
+
+    RowExchange.begin = struck  # type: ignore[method-assign]
+
+
 def _late_exchange(seconds: float) -> None:
     """From now on this rank comes so much later to the exchange of rows."""
     begin = RowExchange.begin
@@ -101,15 +116,19 @@ def _late_exchange(seconds: float) -> None:
     RowExchange.begin = late  # type: ignore[method-assign]
 
 
-def script(rank: Rank, *, steps: Sequence[Step]) -> list[dict[str, Any]]:
+def script(
+    rank: Rank, *, steps: Sequence[Step], apart: bool = False
+) -> list[dict[str, Any]]:
     """Does the steps one by one, whatever happens to each. For every step: what it returned, its
-    error and the time it took.
+    error and the time it took. Ranks that are ``apart`` seem to be on different hosts.
 
     ``["make", {...}]`` makes the plane with other arguments than usual; ``["in with"]`` leaves a
     with-block on the plane by an exception; names of the plane's methods call them.
     """
     plane: conduit.ExperiencePlane | None = None
     done = []
+    if apart:
+        conduit.collectives.world.host_identity = lambda: 1_000 + rank.number
     for name, *arguments in steps:
         result: dict[str, Any] = {"step": name, "value": None, "error": None, "text": ""}
         begun = time.monotonic()
@@ -126,6 +145,10 @@ def script(rank: Rank, *, steps: Sequence[Step]) -> list[dict[str, Any]]:
                 _in_exchange(signal.SIGKILL)
             elif name == "stop in exchange":
                 _in_exchange(signal.SIGSTOP)
+            elif name == "kill after sending":
+                _after_exchange(signal.SIGKILL)
+            elif name == "stop after sending":
+                _after_exchange(signal.SIGSTOP)
             elif name == "late exchange":
                 _late_exchange(arguments[0])
             elif name == "exit":

@@ -22,11 +22,14 @@ GRACE_S = 5.0
 BEGIN: list[Step] = [["make"], ["extend", 10], ["sample"]]
 
 
-def begun(world: World, steps: list[list[Step]]) -> Ranks:
-    """A world that runs the scripts, ``BEGIN`` first."""
+def begun(world: World, steps: list[list[Step]], *, apart: bool = False) -> Ranks:
+    """A world that runs the scripts, ``BEGIN`` first. Ranks that are ``apart`` share no memory."""
     ranks = world(len(steps))
-    ranks.start(script, each=[{"steps": BEGIN + own} for own in steps])
+    ranks.start(script, each=[{"steps": BEGIN + own, "apart": apart} for own in steps])
     return ranks
+
+
+on_one_host_and_apart = pytest.mark.parametrize("apart", [False, True])
 
 
 def check_blamed(outcome: Outcome, error: str, *who: int, within_s: float) -> None:
@@ -39,12 +42,16 @@ def check_blamed(outcome: Outcome, error: str, *who: int, within_s: float) -> No
     check_closed(outcome.value)
 
 
-@pytest.mark.parametrize("call", [["sample"], ["flush"], ["agree", 1], ["empty"]])
-def test_a_late_rank(world: World, call: Step) -> None:
+@pytest.mark.parametrize(
+    ("call", "apart"),
+    [(["sample"], True), (["sample"], False), (["flush"], True), (["agree", 1], False),
+     (["empty"], False)],
+)
+def test_a_late_rank(world: World, call: Step, apart: bool) -> None:
     """It is named, and gets an error too when it comes at last."""
     ranks = begun(world, [
         [call, *AFTER], [["sleep", TIMEOUT_S + GRACE_S], call, *AFTER], [call, *AFTER]
-    ])
+    ], apart=apart)
     first, late, third = ranks.outcomes()
     for outcome in (first, third):
         check_blamed(outcome, "TimeoutError", 1, within_s=TIMEOUT_S + GRACE_S)
@@ -76,54 +83,97 @@ def test_ranks_that_wait_for_different_times(world: World) -> None:
     ranks.outcomes(ranks=[1])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_between_calls(world: World, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "apart"), [(0, False), (1, True)])
+def test_killed_between_calls(world: World, victim: int, apart: bool) -> None:
     """At once: a closed connection need not be waited for."""
     others = [rank for rank in range(3) if rank != victim]
     ranks = begun(world, [
         [["kill"]] if rank == victim else [["sleep", 0.5], ["sample"], *AFTER] for rank in range(3)
-    ])
+    ], apart=apart)
     for outcome in ranks.outcomes(ranks=others):
         check_blamed(outcome, "WorldError", victim, within_s=TIMEOUT_S)
     assert ranks.exit_code(victim) == -signal.SIGKILL
 
 
-def test_killed_while_it_waits_in_a_call(world: World) -> None:
+@on_one_host_and_apart
+def test_killed_while_it_waits_in_a_call(world: World, apart: bool) -> None:
     """Rank 1 dies inside ``sample``, where rank 0 is waiting too; rank 2 comes afterwards."""
     ranks = begun(world, [
         [["sample"], *AFTER], [["sample"]], [["sleep", 2.0], ["sample"], *AFTER]
-    ])
+    ], apart=apart)
     time.sleep(1.0)
     os.kill(ranks.pids[1], signal.SIGKILL)
     for outcome in ranks.outcomes(ranks=[0, 2]):
         check_blamed(outcome, "WorldError", 1, within_s=TIMEOUT_S + GRACE_S)
 
 
-def test_killed_in_the_exchange_of_rows(world: World) -> None:
+@on_one_host_and_apart
+def test_killed_in_the_exchange_of_rows(world: World, apart: bool) -> None:
     """After all ranks agreed on the call: rows are expected that will not come."""
     ranks = begun(world, [
         [["sample"], *AFTER], [["kill in exchange"], ["sample"]], [["sample"], *AFTER]
-    ])
+    ], apart=apart)
     for outcome in ranks.outcomes(ranks=[0, 2]):
         check_blamed(outcome, "WorldError", 1, within_s=TIMEOUT_S + GRACE_S)
 
 
-def test_killed_while_rows_are_sent_home(world: World) -> None:
+def large(timeout_s: float) -> list[Step]:
+    """Batches of which some 10 MB come from each other rank."""
+    return [
+        ["make", {"example": "large", "capacity": 18, "staging_rows": 6, "timeout_s": timeout_s}],
+        ["extend", 6, "large"], ["flush"],
+    ]
+
+
+def test_killed_with_rows_half_sent(world: World) -> None:
+    """Between hosts, far within the deadline: the connection closes in the middle of rows."""
+    ranks = world(3)
+    ranks.start(script, each=[
+        {"steps": [*large(20), *own, ["sample"], *after], "apart": True}
+        for own, after in (([], AFTER), ([["kill after sending"]], []), ([], AFTER))
+    ])
+    for outcome in ranks.outcomes(ranks=[0, 2]):
+        assert outcome.error is None, outcome
+        [sample, _] = errors_of(outcome, "sample")
+        assert sample["error"] == "WorldError" and names(sample["text"], 1), sample
+        assert sample["seconds"] < 10, sample
+        check_closed(outcome.value)
+
+
+def test_stopped_with_rows_half_sent(world: World) -> None:
+    ranks = world(3)
+    ranks.start(script, each=[
+        {"steps": [*large(TIMEOUT_S), *own, ["sample"], *after], "apart": True}
+        for own, after in (([], AFTER), ([["stop after sending"]], []), ([], AFTER))
+    ])
+    for outcome in ranks.outcomes(ranks=[0, 2]):
+        assert outcome.error is None, outcome
+        [sample, _] = errors_of(outcome, "sample")
+        assert sample["error"] == "TimeoutError" and names(sample["text"], 1), sample
+        assert sample["seconds"] < TIMEOUT_S + GRACE_S, sample
+        check_closed(outcome.value)
+
+
+@on_one_host_and_apart
+def test_killed_while_rows_are_sent_home(world: World, apart: bool) -> None:
     """In a commit: what was visible before stays the state where rows did not come. A rank that
     none were to come to learns of it in the next call."""
     central: list[Step] = [["make", {"placement": "central"}], ["extend", 10], ["flush"]]
     ranks = world(3)
     ranks.start(script, each=[
-        {"steps": [*central, ["extend", 5], ["flush"], ["len"], *AFTER]},
-        {"steps": [*central, ["extend", 5], ["kill in exchange"], ["flush"]]},
-        {"steps": [*central, ["extend", 5], ["flush"], ["flush"], *AFTER]},
+        {"steps": [*central, *own], "apart": apart} for own in (
+            [["extend", 5], ["flush"], ["len"], *AFTER],
+            [["extend", 5], ["kill in exchange"], ["flush"]],
+            [["extend", 5], ["flush"], ["flush"], *AFTER],
+        )
     ])
     holder, other = ranks.outcomes(ranks=[0, 2])
-    for outcome, number in ((holder, 1), (other, 2)):
+    for outcome in (holder, other):
         assert outcome.error is None, outcome
-        flush = errors_of(outcome, "flush")[number]
+        flush = next(flush for flush in errors_of(outcome, "flush") if flush["error"])
         assert flush["error"] == "WorldError" and names(flush["text"], 1), flush
         check_closed(outcome.value)
+    assert errors_of(holder, "flush")[1]["error"]
     assert errors_of(holder, "len")[0]["value"] == 30
 
 
@@ -134,10 +184,11 @@ def test_stopped(world: World) -> None:
         check_blamed(outcome, "TimeoutError", 1, within_s=TIMEOUT_S + GRACE_S)
 
 
-def test_stopped_in_the_exchange_of_rows(world: World) -> None:
+@on_one_host_and_apart
+def test_stopped_in_the_exchange_of_rows(world: World, apart: bool) -> None:
     ranks = begun(world, [
         [["sample"], *AFTER], [["stop in exchange"], ["sample"]], [["sample"], *AFTER]
-    ])
+    ], apart=apart)
     for outcome in ranks.outcomes(ranks=[0, 2]):
         check_blamed(outcome, "TimeoutError", 1, within_s=TIMEOUT_S + GRACE_S)
 

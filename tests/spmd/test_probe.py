@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from conduit.collectives import probe
+from conduit.collectives.flows import PARTS, CollectiveFlows
 from conduit.collectives.links import LinkMatrix
 from conduit.collectives.probe import probe_links
-from conduit.collectives.streams import PARTS, CollectiveFlows, StreamedFlows, rates
+from conduit.collectives.streams import StreamedFlows, rates
 from conduit.collectives.world import World
 from tests.spmd.conftest import Pools
 from tests.spmd.ranks import Rank

@@ -5,8 +5,8 @@ directions of a link are used at once, and an exchange that will never be comple
 failed meanwhile, does not hold up the closing of the group as an unfinished collective would.
 
 Gloo tells a receiver at once that the sender is gone, but not of a message that has begun to come.
-So a long transfer ends with a message of its own, its last row, which is waited for first: when it
-is there, so is what was sent before.
+So a long transfer ends with a message of its own, its last bytes, which is waited for first: when
+it is there, so is what was sent before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 
 from conduit.collectives.transports.parcel import Parcel
 from conduit.collectives.world import World
@@ -22,6 +23,7 @@ from conduit.collectives.world import World
 __all__ = ["PointToPoint", "remaining"]
 
 _LONG_BYTES = 2 << 20
+_TAIL_BYTES = 16
 
 
 class PointToPoint:
@@ -48,32 +50,30 @@ class Messages:
         far: list[int],
     ) -> None:
         self._group, self._tag, self._timeout, self._parcel = group, tag, timeout, parcel
-        row_bytes = parcel.inbox.shape[1]
-
-        def spans(count: int) -> list[tuple[int, int]]:
-            return _spans(count, row_bytes, parcel.chunk_bytes)
-
         self._receives = [
             [
-                group.recv([parcel.inbox[first + begin : first + end]], peer, tag)
-                for begin, end in spans(parcel.out_counts[peer])
+                group.recv([message], peer, tag) for message in _messages(
+                    parcel.inbox, parcel.out_starts[peer], parcel.out_counts[peer],
+                    parcel.chunk_bytes,
+                )
             ] for peer in far if parcel.out_counts[peer]
-            for first in [parcel.out_starts[peer]]
         ]
         self._sends = [
-            (peer, parcel.starts[peer], spans(parcel.counts[peer]))
-            for peer in far if parcel.counts[peer]
+            (
+                peer, _messages(
+                    parcel.box.rows, parcel.starts[peer], parcel.counts[peer], parcel.chunk_bytes
+                ),
+            ) for peer in far if parcel.counts[peer]
         ]
         self._issued = 0
 
     def issue(self) -> bool:
         left = False
-        for peer, first, spans in self._sends:
-            if self._issued < len(spans):
+        for peer, messages in self._sends:
+            if self._issued < len(messages):
                 left = True
-                begin, end = spans[self._issued]
-                rows = self._parcel.box.rows[first + begin : first + end]
-                self._parcel.box.works.append(self._group.send([rows], peer, self._tag))
+                work = self._group.send([messages[self._issued]], peer, self._tag)
+                self._parcel.box.works.append(work)
         self._issued += 1
         return left
 
@@ -90,10 +90,14 @@ def remaining(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
-def _spans(count: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Begin and end of the messages that ``count`` rows make, alike at both ends."""
-    chunk = max(chunk_bytes // row_bytes, 1)
-    tail = count > 1 and count * row_bytes > _LONG_BYTES
-    body = count - tail
-    spans = [(begin, min(begin + chunk, body)) for begin in range(0, body, chunk)]
-    return [*spans, (body, count)] if tail else spans
+def _messages(rows: Tensor, start: int, count: int, chunk_bytes: int) -> list[Tensor]:
+    """The messages that make up ``count`` rows from ``start`` on, cut alike at both ends."""
+    part = rows[start : start + count].view(-1)
+    nbytes = len(part)
+    if nbytes <= min(chunk_bytes, _LONG_BYTES):
+        return [part]
+    body = nbytes - _TAIL_BYTES
+    return [
+        *(part[begin : min(begin + chunk_bytes, body)] for begin in range(0, body, chunk_bytes)),
+        part[body:],
+    ]
