@@ -249,8 +249,8 @@ def test_what_can_carry_rows() -> None:
 
 @pytest.mark.parametrize(("times", "chosen"), [
     ({"point-to-point": 100, "rail": 100}, "point-to-point"),
-    ({"point-to-point": 100, "rail": 95}, "point-to-point"),
-    ({"point-to-point": 100, "rail": 80}, "rail"),
+    ({"point-to-point": 100, "rail": 75}, "point-to-point"),
+    ({"point-to-point": 100, "rail": 74}, "rail"),
 ])
 def test_the_quickest_transport_is_chosen_by_all(times: dict[str, int], chosen: str) -> None:
     with Simulation([0, 0, 1, 1], shared=True) as simulation, mock.patch(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import conduit
+import conduit.collectives.choice
 import conduit.collectives.world
 from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.placement import Placement
@@ -98,7 +99,6 @@ def _after_exchange(number: int) -> None:
 
     def struck(self: RowExchange, *arguments: Any, **more: Any) -> InFlight:
         flight = begin(self, *arguments, **more)
-        time.sleep(0.001)
         os.kill(os.getpid(), number)
         return flight
 
@@ -117,10 +117,11 @@ def _late_exchange(seconds: float) -> None:
 
 
 def script(
-    rank: Rank, *, steps: Sequence[Step], apart: bool = False
+    rank: Rank, *, steps: Sequence[Step], apart: bool = False, network: str = "point-to-point"
 ) -> list[dict[str, Any]]:
     """Does the steps one by one, whatever happens to each. For every step: what it returned, its
-    error and the time it took. Ranks that are ``apart`` seem to be on different hosts.
+    error and the time it took. Ranks that are ``apart`` seem to be on different hosts, and
+    send each other messages, unless it is said how else.
 
     ``["make", {...}]`` makes the plane with other arguments than usual; ``["in with"]`` leaves a
     with-block on the plane by an exception; names of the plane's methods call them.
@@ -129,6 +130,9 @@ def script(
     done = []
     if apart:
         conduit.collectives.world.host_identity = lambda: 1_000 + rank.number
+        conduit.collectives.choice.measure = lambda world, row_bytes, makers, *, rows: {
+            name: 1 if name == network else 9 for name in makers
+        }
     for name, *arguments in steps:
         result: dict[str, Any] = {"step": name, "value": None, "error": None, "text": ""}
         begun = time.monotonic()

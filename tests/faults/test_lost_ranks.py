@@ -140,6 +140,24 @@ def test_killed_with_rows_half_sent(world: World) -> None:
         check_closed(outcome.value)
 
 
+@pytest.mark.parametrize("signal_name", ["kill", "stop"])
+def test_lost_in_an_all_to_all(world: World, signal_name: str) -> None:
+    """It may tell only at the deadline, when others have given up too; but it tells."""
+    ranks = world(3)
+    ranks.start(script, each=[
+        {"steps": [*large(TIMEOUT_S), *own, ["sample"], *after], "apart": True,
+         "network": "all-to-all"}
+        for own, after in (([], AFTER), ([[f"{signal_name} after sending"]], []), ([], AFTER))
+    ])
+    for outcome in ranks.outcomes(ranks=[0, 2]):
+        assert outcome.error is None, outcome
+        [sample, _] = errors_of(outcome, "sample")
+        assert sample["error"] in ("WorldError", "TimeoutError"), sample
+        assert names(sample["text"], 1) or "all other ranks are gone" in sample["text"], sample
+        assert sample["seconds"] < TIMEOUT_S + GRACE_S, sample
+        check_closed(outcome.value)
+
+
 def test_stopped_with_rows_half_sent(world: World) -> None:
     ranks = world(3)
     ranks.start(script, each=[
