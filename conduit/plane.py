@@ -115,9 +115,8 @@ class ExperiencePlane:
         try:
             create_together(self._control, world, configuration, problem)
             assert configuration is not None
-            # A batch is fetched before all ranks have said that they took the last one.
             self._exchanges = open_exchanges(
-                world, self._layout.row_bytes, boxes=(2, 1, 1), decisions=self._control.decisions,
+                world, self._layout.row_bytes, count=3, decisions=self._control.decisions,
                 trial_rows=typical_moves(routing, configuration.batch_size, world.size),
             )
         except Exception:

@@ -24,8 +24,8 @@ class Box:
 
     Without ``windows`` it is private. With them the ranks ``near`` read it, unless the system has
     no more shared memory to give: then it is private from there on, and says so to them. It is
-    filled again only when its rows have been sent (``works``) and read. ``number`` is that of the
-    exchange for which it was last filled. If others must be able to read it, since they have its
+    filled again only when its rows have been sent (``works``) and read. ``number`` counts the
+    exchanges for which it was filled, ``count`` the ``rows`` in it. If others must be able to read it, since they have its
     rows ``relayed``, CapacityError is raised when there is no shared memory.
     """
 
@@ -40,6 +40,7 @@ class Box:
         self.number = 0
         self.private = windows is None
         self.rows = self._block = torch.empty(0, row_bytes, dtype=torch.uint8, device=device)
+        self.count = self._room = 0
         if windows is not None:
             self._header = _Header(windows.own, ranks)
             self._headers = {peer: _Header(windows.peers[peer], ranks) for peer in self.near}
@@ -49,14 +50,17 @@ class Box:
 
         Waits for those who still read what was in it. Raises one of ``TRANSPORT_ERRORS``.
         """
-        for work in self.works:
-            work.wait(self._timeout)
-        self.works = []
+        if self.works:
+            for work in self.works:
+                work.wait(self._timeout)
+            self.works = []
         if self._windows is not None:
             self._windows.wait(_READ, self.number, self.near, self._timeout.total_seconds())
-        if rows > len(self._block):
-            self._block = self._more(2 * rows)
-        self.rows = self._block[:rows]
+        if rows > self._room:
+            self._room = rows + rows // 4
+            self._block = self._more(self._room)
+        if rows != self.count:
+            self.count, self.rows = rows, self._block[:rows]
         return self.rows
 
     def _more(self, rows: int) -> Tensor:
@@ -74,12 +78,12 @@ class Box:
                 self.private = True
         return self._block.new_empty(rows, self._row_bytes)
 
-    def publish(self, number: int, counts: list[int]) -> None:
+    def publish(self, counts: list[int]) -> None:
         """Lets the ranks near read what was filled in: ``counts`` rows for each rank."""
-        self.number = number
+        self.number += 1
         if self._windows is not None:
             self._header.fill(counts, private=self.private)
-            self._windows.publish(_FILLED, number)
+            self._windows.publish(_FILLED, self.number)
 
     def wait(self, peers: list[int]) -> None:
         """Returns when ``peers`` have published what they send in this exchange.

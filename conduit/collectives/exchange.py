@@ -10,7 +10,7 @@ others get them over the network, by one of the transports, straight from the bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -57,12 +57,13 @@ class Traffic:
 class RowExchange:
     """One exchange after another, each begun by all ranks and finished by all.
 
-    ``windows`` are its boxes in shared memory, or how many private ones it has; with two, an
-    exchange may be begun while other ranks still read what the last one brought them.
+    Its outgoing rows lie in ``windows``, where the ranks of this host share memory. They are
+    replaced only when the others have read them, which they have once they come to the next
+    exchange.
     """
 
     def __init__(
-        self, world: World, row_bytes: int, *, windows: Sequence[Windows] | int = 1,
+        self, world: World, row_bytes: int, *, windows: Windows | None = None,
         network: Network | None = None, traffic: Traffic | None = None,
     ) -> None:
         self._world, self.row_bytes = world, row_bytes
@@ -70,15 +71,15 @@ class RowExchange:
         if network is None and world.data is not None:
             self._network = PointToPoint(world, tag=0)
         self.traffic = traffic if traffic is not None else Traffic(ranks=world.size)
-        shared = [None] * windows if isinstance(windows, int) else windows
-        self._boxes = [
-            Box(
-                row_bytes, ranks=world.size, device=world.device, timeout=world.timeout,
-                windows=memory, relayed=self._network is not None and self._network.name == "rail",
-            ) for memory in shared
+        self._box = Box(
+            row_bytes, ranks=world.size, device=world.device, timeout=world.timeout,
+            windows=windows, relayed=self._network is not None and self._network.name == "rail",
+        )
+        self._room = 0
+        self._far = [
+            peer for peer in range(world.size) if peer != world.rank and peer not in self._box.near
         ]
         self._inbox = torch.empty(0, row_bytes, dtype=torch.uint8, device=world.device)
-        self._number = 0
 
     def outbox(self, rows: int, *, what: str) -> Tensor:
         """Room for the rows to send next, uint8 ``[rows, row_bytes]`` on the plane's device.
@@ -87,7 +88,7 @@ class RowExchange:
         naming a rank that still reads what was there.
         """
         try:
-            return self._box(self._number + 1).reserve(rows)
+            return self._box.reserve(rows)
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, what, error)
 
@@ -105,29 +106,28 @@ class RowExchange:
         raised by ``wait``.
         """
         world, rank = self._world, self._world.rank
-        box = self._box(self._number + 1)
+        box = self._box
         sizes, out_sizes = counts.tolist(), out_counts.tolist()
-        for n, rows in ((sizes, len(box.rows)), (out_sizes, sum(out_sizes))):
+        incoming = sum(out_sizes)
+        for n, rows in ((sizes, box.count), (out_sizes, incoming)):
             if len(n) != world.size or sum(n) != rows or n[rank] or min(n) < 0:
                 raise WorldError(
                     f"the counts of {what} do not fit the rows", rank=rank,
                     expected=f"{rows} rows in all and 0 for this rank", got=n,
                 )
-        self._number += 1
-        incoming = sum(out_sizes)
-        if incoming > len(self._inbox):
-            self._inbox = self._inbox.new_empty(2 * incoming, self.row_bytes)
-        box.publish(self._number, sizes)
+        if incoming > self._room:
+            self._room = incoming + incoming // 4
+            self._inbox = self._inbox.new_empty(self._room, self.row_bytes)
+        box.publish(sizes)
         parcel = Parcel(
             box=box, counts=sizes, starts=_starts(sizes), inbox=self._inbox[:incoming],
-            out_counts=out_sizes, out_starts=_starts(out_sizes),
-            far=[p for p in range(world.size) if p != rank and p not in box.near],
+            out_counts=out_sizes, out_starts=_starts(out_sizes), far=self._far,
             chunk_bytes=chunk_bytes or _CHUNK_BYTES, most_rows=most_rows,
         )
         transfer = None
         failure = None
         try:
-            if parcel.far:
+            if self._far:
                 assert self._network is not None
                 transfer = self._network.begin(parcel)
                 while transfer.issue() and chunk_bytes is None:
@@ -158,17 +158,13 @@ class RowExchange:
         """How rows get to ``peer``."""
         if peer == self._world.rank:
             return "none"
-        if peer in self._boxes[0].near:
+        if peer in self._box.near:
             return "shared memory"
         return "none" if self._network is None else self._network.name
 
     def close(self) -> None:
         """Local. Gives up the memory shared with others."""
-        for box in self._boxes:
-            box.close()
-
-    def _box(self, number: int) -> Box:
-        return self._boxes[number % len(self._boxes)]
+        self._box.close()
 
 
 class InFlight:
@@ -199,14 +195,18 @@ class InFlight:
         try:
             if self._failure is not None:
                 raise self._failure
-            while self.issue():
-                pass
-            if self._failure is not None:
-                raise self._failure
-            self._take_near(take)
-            if self._transfer is not None:
-                self._transfer.finish()
-                self._take_far(take)
+            transfer, parcel = self._transfer, self._parcel
+            if transfer is not None:
+                while transfer.issue():
+                    pass
+            if parcel.box.near:
+                self._take_near(take)
+            if transfer is not None:
+                transfer.finish()
+                if parcel.box.near:
+                    self._take_far(take)
+                elif len(parcel.inbox):
+                    take(parcel.inbox, 0)
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._what, error)
         self._parcel.box.done()
@@ -236,7 +236,7 @@ class InFlight:
                 take(box.rows_of(peer, rank), start)
 
     def _take_far(self, take: Take) -> None:
-        """Rows of ranks that come one after the other in one piece."""
+        """What came over the network: rows of ranks that follow each other in one piece."""
         parcel = self._parcel
         begin = end = 0
         for peer in parcel.far:

@@ -37,29 +37,27 @@ class _Rounds:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, parcel: Parcel) -> None:
         self._group, self._timeout, self._parcel = group, timeout, parcel
-        row_bytes = parcel.inbox.shape[1]
-        chunk = max(parcel.chunk_bytes // row_bytes, 1)
+        self._chunk = max(parcel.chunk_bytes // parcel.inbox.shape[1], 1)
         most = parcel.most_rows
-        self._rounds = 1 if most is None else max(-(-most // chunk), 1)
-        self._chunk = chunk if self._rounds > 1 else max(*parcel.counts, *parcel.out_counts, 1)
-        self._works: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self._rounds = 1 if most is None else max(-(-most // self._chunk), 1)
+        self._works: list[dist.Work] = []
+        self._arriving: list[tuple[Tensor, list[Tensor]]] = []
 
     def issue(self) -> bool:
         number = len(self._works)
         if number == self._rounds:
             return False
         parcel = self._parcel
-        sent = self._pieces(parcel.box.rows, parcel.starts, parcel.counts, number)
-        places = self._pieces(parcel.inbox, parcel.out_starts, parcel.out_counts, number)
-        if self._rounds == 1:
-            outgoing, incoming = parcel.box.rows, parcel.inbox
-        else:
+        outgoing, incoming = parcel.box.rows, parcel.inbox
+        counts, out_counts = parcel.counts, parcel.out_counts
+        if self._rounds > 1:
+            sent = self._pieces(outgoing, parcel.starts, counts, number)
+            places = self._pieces(incoming, parcel.out_starts, out_counts, number)
+            counts, out_counts = [len(rows) for rows in sent], [len(rows) for rows in places]
             outgoing = torch.cat(sent)
-            incoming = outgoing.new_empty(sum(map(len, places)), outgoing.shape[1])
-        work = self._group.alltoall_base(
-            incoming, outgoing, [len(piece) for piece in places], [len(piece) for piece in sent]
-        )
-        self._works.append((work, incoming, places))
+            incoming = outgoing.new_empty(sum(out_counts), outgoing.shape[1])
+            self._arriving.append((incoming, places))
+        self._works.append(self._group.alltoall_base(incoming, outgoing, out_counts, counts))
         return True
 
     def _pieces(
@@ -72,13 +70,13 @@ class _Rounds:
         ]
 
     def finish(self) -> None:
-        for work, incoming, places in self._works:
+        for work in self._works:
             if self._timeout is None:
                 work.wait()  # on CUDA: the stream waits
             else:
                 work.wait(self._timeout)
-            if self._rounds > 1:
-                begin = 0
-                for place in places:
-                    place.copy_(incoming[begin : begin + len(place)])
-                    begin += len(place)
+        for incoming, places in self._arriving:
+            begin = 0
+            for place in places:
+                place.copy_(incoming[begin : begin + len(place)])
+                begin += len(place)

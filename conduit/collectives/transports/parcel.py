@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,8 +11,7 @@ from conduit.collectives.boxes import Box
 __all__ = ["Network", "Parcel", "Transfer"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parcel:
+class Parcel(NamedTuple):
     """One rank's part in one exchange.
 
     Of the rows in ``box.rows`` rank p gets ``counts[p]`` from ``starts[p]`` on; from rank p come

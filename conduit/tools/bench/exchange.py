@@ -173,13 +173,6 @@ def _measure(
     args: argparse.Namespace, part: Job, world: World, row_bytes: int, report: Reporter, *,
     first: bool,
 ) -> list[Row]:
-    exchange, = open_exchanges(
-        world, row_bytes, boxes=(2,), trial_rows=args.max // row_bytes, decisions=Decisions(),
-        transport=args.transport,
-    )
-    transport = _told(exchange, world)
-    if args.transport == "shared" and transport not in ("shared memory", "none"):
-        raise UsageError("--transport shared: these ranks do not all share memory")
     if first:
         report.begin(
             Environment.here(
@@ -194,13 +187,19 @@ def _measure(
     nbytes = args.min
     while nbytes <= args.max:
         report.progress(f"{args.pattern}, {part.ranks} ranks, {nbytes:,} bytes")
-        counts = count_matrix(
-            args.pattern, ranks=part.ranks, rows=max(round(nbytes / row_bytes), 1)
+        count = max(round(nbytes / row_bytes), 1)
+        counts = count_matrix(args.pattern, ranks=part.ranks, rows=count)
+        [exchange] = open_exchanges(
+            world, row_bytes, count=1, trial_rows=count, decisions=Decisions(),
+            transport=args.transport,
         )
+        transport = _told(exchange, world)
+        if args.transport == "shared" and transport not in ("shared memory", "none"):
+            raise UsageError("--transport shared: these ranks do not all share memory")
         trial = _Trial(world, exchange, counts, table, part)
         rows.append(_row(args, part, trial, transport, report))
+        exchange.close()
         nbytes *= _FACTOR
-    exchange.close()
     return rows
 
 
