@@ -4,8 +4,8 @@
 ``bytes`` are what the busiest rank sends to *other* ranks. ``time_us`` is an exchange of rows that
 lie ready in the outbox until all of them can be read at the receivers, on the rank that takes
 longest; ``gather_time_us`` gathers them from a large table first, as a delivery does. Rows that
-come through shared memory are read where their sender gathered them: nothing is copied. Beside it,
-in the same iterations, ``raw_time_us`` is a plain ``all_to_all_single`` of the same bytes with
+come through shared memory are read where their sender gathered them: nothing is copied. Taking
+turns with it, ``raw_time_us`` is a plain ``all_to_all_single`` of the same bytes with
 nothing for the rank itself, and ``raw_gather_time_us`` the same after an ``index_select`` into its
 send buffer. ``vs_raw`` compares without a gather, ``vs_raw_gather`` with one on both sides.
 
@@ -36,7 +36,7 @@ from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
 from conduit.tools.arguments import UsageError, at_least, comma_list
 from conduit.tools.bench.patterns import PATTERNS, count_matrix
-from conduit.tools.bench.rounds import Step, collective_rounds
+from conduit.tools.bench.rounds import Step, Times, collective_rounds
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
 from conduit.tools.job import Job
@@ -46,7 +46,8 @@ from conduit.tools.schemas import named_schema
 __all__ = ["COMMAND"]
 
 _FACTOR = 4
-_WARM_UP = 3
+_TURNS = 4
+_WARM_UP = 2
 _TABLE_BYTES = 64 << 20
 """Of the table that rows are gathered from: more than caches hold."""
 _ENVIRONMENT = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
@@ -211,8 +212,8 @@ def _told(exchange: RowExchange, world: World) -> str:
 def _notes(args: argparse.Namespace, row_bytes: int) -> list[str]:
     shown = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)]
     return [
-        f"pattern {args.pattern}, rows of {row_bytes:,} bytes, {args.iterations} iterations after "
-        f"{_WARM_UP} to warm up; the slowest rank's median",
+        f"pattern {args.pattern}, rows of {row_bytes:,} bytes, {args.iterations} iterations in "
+        f"{_TURNS} turns, {_WARM_UP} to warm up in each; the slowest rank's median",
         "bytes: sent to other ranks by the busiest; raw: all_to_all_single of the same bytes; "
         "bandwidths in GB/s",
         "environment: " + (" ".join(shown) or "none of " + ", ".join(_ENVIRONMENT)),
@@ -313,10 +314,7 @@ def _row(
         steps += [
             Step(name="raw", call=trial.raw), Step(name="raw gathered", call=trial.raw_gathered)
         ]
-    times = collective_rounds(
-        part, steps, iterations=args.iterations, warm_up=_WARM_UP, progress=report.progress,
-        what=f"{args.pattern}, {part.ranks} ranks, {trial.rows:,} rows",
-    )
+    times = _in_turns(args, part, steps, report)
     trial.check()
     us = {name: round(series.us, 3) for name, series in times.items()}
     row_bytes = trial.exchange.row_bytes
@@ -333,6 +331,22 @@ def _row(
         wrong=int(part.total(np.array([trial.wrong]))[0]), row_bytes=row_bytes,
         iterations=args.iterations,
     )
+
+
+def _in_turns(
+    args: argparse.Namespace, part: Job, steps: list[Step], report: Reporter
+) -> dict[str, Times]:
+    """Collective. Each step some times in a row, as nccl-tests loop, and then the next one, so that
+    none finds the caches as another left them and all meet the same drift of the machine."""
+    turns: dict[str, list[Times]] = {step.name: [] for step in steps}
+    for turn in range(_TURNS):
+        iterations = args.iterations // _TURNS + (turn < args.iterations % _TURNS)
+        for step in steps if iterations else []:
+            turns[step.name].append(collective_rounds(
+                part, [step], iterations=iterations, warm_up=_WARM_UP, progress=report.progress,
+                what=f"{args.pattern}, {part.ranks} ranks, {step.name}",
+            )[step.name])
+    return {name: Times.joined(parts) for name, parts in turns.items()}
 
 
 COMMAND = Command(
