@@ -23,10 +23,11 @@ from conduit.collectives.shared import Windows
 from conduit.collectives.transports import AllToAll, Network, PointToPoint, Rail
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
+from conduit.errors import WorldError
 
 __all__ = ["TRANSPORTS", "candidates", "measure", "open_exchanges"]
 
-TRANSPORTS = ("auto", "network", "shared")
+TRANSPORTS = ("auto", "network", "shared", PointToPoint.name, AllToAll.name, Rail.name)
 
 _TRIAL_TAG = 99
 _REPEATS = 8
@@ -41,7 +42,8 @@ def open_exchanges(
     """Collective. ``count`` exchanges, which keep one account.
 
     ``trial_rows`` is how many rows a rank sends in a typical exchange. ``transport`` is "network"
-    for rows that share no memory even where they could.
+    for ranks that share no memory even where they could, or the name of the transport between
+    hosts, which is then not chosen by trial. Raises WorldError if that is not possible here.
     """
     try:
         return _open(world, row_bytes, count, trial_rows, decisions, transport)
@@ -58,6 +60,13 @@ def _open(
         windows = world.open_windows(count, words=1 + world.size)
     traffic = Traffic(ranks=world.size)
     makers = candidates(world, shared=windows is not None)
+    if transport in TRANSPORTS[3:] and makers:
+        if transport not in makers:
+            raise WorldError(
+                "rows cannot be carried like this here", rank=world.rank, got=transport,
+                expected=" or ".join(makers),
+            )
+        makers = {transport: makers[transport]}
     times = dict.fromkeys(makers, 0)
     # Where all is shared nothing is far, and any of them will do.
     if len(makers) > 1 and (windows is None or world.hosts.max() > 0):

@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         f"sends (default: {PATTERNS[0]})")
     parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0],
                         help="network: as between hosts, even on one; shared: nothing but shared "
-                        "memory, on one host (default: auto, what a plane would do)")
+                        "memory, on one host; or what is used between hosts, with shared memory "
+                        "within them (default: auto, what a plane would do)")
     parser.add_argument("--ranks", type=comma_list(at_least(1)), metavar="N,...",
                         help="measure over the first N ranks of the job (default: all)")
     parser.add_argument("--schema", default="mujoco", metavar="S",
