@@ -1,4 +1,4 @@
-"""The first exchange of a plane: all ranks could make their part, from equal arguments."""
+"""Making a plane: each rank's part, and the first exchange, in which all say that they could."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from conduit.collectives.world import World
 from conduit.configuration import Configuration
 from conduit.errors import DesyncError, SchemaError, WorldError
 from conduit.schema import Schema
+from conduit.tiers.memory import MemoryTier
+from conduit.tiers.shard import Shard, ring_rows
 
-__all__ = ["create_together"]
+__all__ = ["create_together", "make_shard"]
 
 
 def create_together(
@@ -72,3 +74,15 @@ def _refuse_arguments(
         got="; ".join(f"{text} on {world.told(who)}" for text, who in ranks.items()),
         cure=error.cure,
     ) from None
+
+
+def make_shard(configuration: Configuration, world: World) -> Shard:
+    """This rank's shard."""
+    layout, staging_rows = configuration.layout, configuration.staging_rows
+    rows = ring_rows(configuration.quotas, staging_rows)
+    tier = MemoryTier(
+        layout, rows=int(rows[world.rank]), all_rows=int(rows[world.memory_sharers].sum()),
+        device=world.device,
+    )
+    quota_rows = int(configuration.quotas[world.rank])
+    return Shard(layout, tier, quota_rows=quota_rows, staging_rows=staging_rows)

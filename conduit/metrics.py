@@ -33,7 +33,8 @@ class Report:
     ``sent_rows`` and ``sent_bytes`` count what really went to each rank, deliveries and rows sent
     home alike. ``control`` is how control records travel and ``transports[r]`` how rows get to rank
     r; ``unshared_exchanges`` had to send rows to ranks of this host over the network, because the
-    system had no shared memory left. ``late_rows`` counts draws of the global batch that a commit
+    system had no shared memory left. ``slow_links`` are links into this rank that carry less than
+    0.7 of what they did when the plane was made. ``late_rows`` counts draws of the global batch that a commit
     changed after they were drafted (0 in a world of one, which drafts nothing). ``fresh_slabs`` are
     batches that needed fresh memory, because earlier ones are kept by the user (or there were
     none).
@@ -68,6 +69,7 @@ class Report:
     received_rows: tuple[int, ...]
     control: str
     transports: tuple[str, ...]
+    slow_links: tuple[str, ...]
     fresh_slabs: int
     blocked_ms: float
 
@@ -94,6 +96,7 @@ class Report:
             f"  transport   {_ways(self.transports)}; control by {self.control}"
             + (f"; {self.unshared_exchanges:,} exchanges found no shared memory"
                if self.unshared_exchanges else ""),
+            *(f"  slow link   {link}" for link in self.slow_links),
             f"  memory      {(self.shard_bytes + self.directory_bytes) / 1e6:,.1f} MB; "
             f"{self.fresh_slabs:,} batches needed fresh memory",
             f"  blocked     {self.blocked_ms:,.1f} ms in plane calls, {per_sample:.3f} ms a batch",

@@ -15,9 +15,12 @@ from tensordict import TensorDict
 
 from conduit.collectives.choice import open_exchanges
 from conduit.collectives.control import FINGERPRINT, Control, Operation
+from conduit.collectives.links import LinkMatrix
+from conduit.collectives.live import LiveLinks
+from conduit.collectives.probe import links_at_start
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
-from conduit.creation import create_together
+from conduit.creation import create_together, make_shard
 from conduit.edp.delivery import Replay
 from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
@@ -31,8 +34,6 @@ from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
 from conduit.sched.slabs import SlabPool
 from conduit.schema import Rows, Schema
-from conduit.tiers.memory import MemoryTier
-from conduit.tiers.shard import Shard, ring_rows
 
 __all__ = ["ExperiencePlane"]
 
@@ -107,7 +108,7 @@ class ExperiencePlane:
             )
             self._configuration, self._layout = configuration, configuration.layout
             fingerprint = configuration.fingerprint()
-            self._shard = _shard(configuration, world)
+            self._shard = make_shard(configuration, world)
             self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
         except Exception as error:  # a policy of the user's can raise anything
             problem = error
@@ -115,9 +116,11 @@ class ExperiencePlane:
         try:
             create_together(self._control, world, configuration, problem)
             assert configuration is not None
+            self._links = LiveLinks(links_at_start(world))
             self._exchanges = open_exchanges(
                 world, self._layout.row_bytes, count=3, decisions=self._control.decisions,
                 trial_rows=typical_moves(routing, configuration.batch_size, world.size),
+                observe=self._links.observed,
             )
         except Exception:
             world.close()
@@ -202,6 +205,12 @@ class ExperiencePlane:
         """How many ranks share the buffer."""
         return self._world.size
 
+    @property
+    def links(self) -> LinkMatrix:
+        """The links between ranks on several hosts, measured in short when the plane was made;
+        ``python -m conduit probe`` measures them better. On one host it has none."""
+        return self._links.matrix
+
     def report(self) -> Report:
         """What the plane did and what it cost, on this rank."""
         counters, world = self._counters, self._world
@@ -223,6 +232,7 @@ class ExperiencePlane:
             sent_bytes=tuple((traffic.sent_rows * self._layout.row_bytes).tolist()),
             received_rows=tuple(traffic.received_rows.tolist()),
             control=self._control.transport,
+            slow_links=tuple(map(str, self._links.slow())),
             transports=tuple(map(self._exchanges[0].transport, range(world.size))),
             fresh_slabs=self._slabs.fresh, blocked_ms=counters.blocked_ns / 1e6,
         )
@@ -379,15 +389,3 @@ class ExperiencePlane:
             exchange.close()
         self._control.close()
         self._world.close()
-
-
-def _shard(configuration: Configuration, world: World) -> Shard:
-    """This rank's shard."""
-    layout, staging_rows = configuration.layout, configuration.staging_rows
-    rows = ring_rows(configuration.quotas, staging_rows)
-    tier = MemoryTier(
-        layout, rows=int(rows[world.rank]), all_rows=int(rows[world.memory_sharers].sum()),
-        device=world.device,
-    )
-    quota_rows = int(configuration.quotas[world.rank])
-    return Shard(layout, tier, quota_rows=quota_rows, staging_rows=staging_rows)

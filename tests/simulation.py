@@ -22,10 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import conduit
+from conduit import plane
 from conduit.collectives import choice
+from conduit.collectives.links import LinkMatrix
 from conduit.collectives.world import RECORD_WORDS, World
 
-__all__ = ["Simulation"]
+__all__ = ["Simulation", "no_links"]
 
 T = TypeVar("T")
 
@@ -161,6 +163,11 @@ def _measure_nothing(
     return dict.fromkeys(makers, 0)
 
 
+def no_links(world: World) -> LinkMatrix:
+    """What is known of links without looking."""
+    return LinkMatrix(hosts=tuple(world.hosts.tolist()))
+
+
 def _no_windows(world: World, count: int, *, words: int) -> None:
     return None
 
@@ -188,6 +195,7 @@ class Simulation:
         self._patches = [
             mock.patch.object(World, "join", self._join),
             mock.patch.object(choice, "measure", _measure_nothing),
+            mock.patch.object(plane, "links_at_start", no_links),
             mock.patch.object(dist, "all_to_all_single", _all_to_all_single),
             mock.patch.object(dist, "is_initialized", lambda: True),
             mock.patch.object(dist, "destroy_process_group", lambda group=None: None),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from conduit.collectives.agreement import Decisions
-from conduit.collectives.exchange import RowExchange, Traffic
+from conduit.collectives.exchange import Observe, RowExchange, Traffic
 from conduit.collectives.shared import Windows
 from conduit.collectives.transports import AllToAll, Network, PointToPoint, Rail
 from conduit.collectives.watch import raise_missing
@@ -37,7 +37,7 @@ _TRIAL_BYTES = 1 << 20
 
 def open_exchanges(
     world: World, row_bytes: int, *, count: int, trial_rows: int, decisions: Decisions,
-    transport: str = "auto",
+    transport: str = "auto", observe: Observe | None = None,
 ) -> list[RowExchange]:
     """Collective. ``count`` exchanges, which keep one account.
 
@@ -46,14 +46,14 @@ def open_exchanges(
     hosts, which is then not chosen by trial. Raises WorldError if that is not possible here.
     """
     try:
-        return _open(world, row_bytes, count, trial_rows, decisions, transport)
+        return _open(world, row_bytes, count, trial_rows, decisions, transport, observe)
     except TRANSPORT_ERRORS as error:
         raise_missing(world, "making the plane", error)
 
 
 def _open(
     world: World, row_bytes: int, count: int, trial_rows: int, decisions: Decisions,
-    transport: str,
+    transport: str, observe: Observe | None,
 ) -> list[RowExchange]:
     windows: list[Windows] | None = None
     if transport != "network" and world.device.type == "cpu" and world.size > 1:
@@ -77,7 +77,7 @@ def _open(
     return [
         RowExchange(
             world, row_bytes, windows=windows[i] if windows is not None else None,
-            traffic=traffic, network=makers[chosen](i) if makers else None,
+            traffic=traffic, network=makers[chosen](i) if makers else None, observe=observe,
         ) for i in range(count)
     ]
 

@@ -10,6 +10,7 @@ others get them over the network, by one of the transports, straight from the bo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,9 +31,11 @@ __all__ = ["InFlight", "RowExchange", "Traffic"]
 
 Counts = NDArray[np.int64]
 Take = Callable[[Tensor, int], None]
+Observe = Callable[[int, int, int, int], None]
 
 _CHUNK_BYTES = 64 << 20
 _UNSHARED_TAG = 100
+_OBSERVED = 4
 
 
 @dataclass(kw_only=True)
@@ -59,13 +62,16 @@ class RowExchange:
 
     Its outgoing rows lie in ``windows``, where the ranks of this host share memory. They are
     replaced only when the others have read them, which they have once they come to the next
-    exchange.
+    exchange. ``observe`` is told what real transfers took: sending rank, receiving rank, bytes,
+    nanoseconds.
     """
 
     def __init__(
         self, world: World, row_bytes: int, *, windows: Windows | None = None,
         network: Network | None = None, traffic: Traffic | None = None,
+        observe: Observe | None = None,
     ) -> None:
+        self._observe = observe
         self._world, self.row_bytes = world, row_bytes
         self._network = network
         if network is None and world.data is not None:
@@ -118,6 +124,7 @@ class RowExchange:
         if incoming > self._room:
             self._room = incoming + incoming // 4
             self._inbox = self._inbox.new_empty(self._room, self.row_bytes)
+        begun_ns = time.perf_counter_ns()
         box.publish(sizes)
         parcel = Parcel(
             box=box, counts=sizes, starts=_starts(sizes), inbox=self._inbox[:incoming],
@@ -142,7 +149,7 @@ class RowExchange:
         traffic.unshared_calls += box.private and len(box.near) > 0
         traffic.sent_rows += counts
         traffic.received_rows += out_counts
-        return InFlight(world, parcel, transfer, failure, what)
+        return InFlight(world, parcel, transfer, failure, what, begun_ns, self._observe)
 
     def _send_near(self, parcel: Parcel) -> None:
         """Sends what the ranks near would read in shared memory, if there were any left."""
@@ -172,8 +179,9 @@ class InFlight:
 
     def __init__(
         self, world: World, parcel: Parcel, transfer: Transfer | None, failure: Exception | None,
-        what: str,
+        what: str, begun_ns: int, observe: Observe | None,
     ) -> None:
+        self._begun_ns, self._observe = begun_ns, observe
         self._world, self._parcel, self._transfer = world, parcel, transfer
         self._failure, self._what = failure, what
 
@@ -202,7 +210,10 @@ class InFlight:
             if parcel.box.near:
                 self._take_near(take)
             if transfer is not None:
+                waiting_ns = time.perf_counter_ns()
                 transfer.finish()
+                if self._observe is not None:
+                    self._tell(transfer.arrived_ns, waiting_ns, self._observe)
                 if parcel.box.near:
                     self._take_far(take)
                 elif len(parcel.inbox):
@@ -210,6 +221,18 @@ class InFlight:
         except TRANSPORT_ERRORS as error:
             raise_missing(self._world, self._what, error)
         self._parcel.box.done()
+
+    def _tell(self, arrived_ns: dict[int, int], waiting_ns: int, observe: Observe) -> None:
+        """What the transfer says about links. What went on before this rank came to wait, such as
+        others being late, must have been the smaller part."""
+        counts, row_bytes = self._parcel.out_counts, self._parcel.inbox.shape[1]
+        for peer, now in arrived_ns.items():
+            took_ns = now - self._begun_ns
+            if _OBSERVED * (waiting_ns - self._begun_ns) < took_ns:
+                # Rows that come from several ranks at once share this rank's way in: by the time
+                # that those of one are here, as many have come from each of the others.
+                shared = sum(min(counts[other], counts[peer]) for other in self._parcel.far)
+                observe(peer, self._world.rank, shared * row_bytes, took_ns)
 
     def _take_near(self, take: Take) -> None:
         parcel, box = self._parcel, self._parcel.box

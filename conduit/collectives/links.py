@@ -97,10 +97,10 @@ class LinkMatrix:
     """
 
     hosts: tuple[int, ...]
-    links: tuple[Link, ...]
-    capacities: tuple[Capacity, ...]
-    copies: tuple[Copy, ...]
-    gpus: tuple[Gpu, ...]
+    links: tuple[Link, ...] = ()
+    capacities: tuple[Capacity, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
 
     @cached_property
     def measured(self) -> NDArray[np.bool_]:

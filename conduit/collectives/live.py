@@ -28,19 +28,25 @@ class SlowLink:
     bytes_per_s: int
     measured_bytes_per_s: int
 
+    def __str__(self) -> str:
+        return (
+            f"rank {self.source} to rank {self.target}: {self.bytes_per_s / 1e6:,.1f} MB/s, "
+            f"{self.measured_bytes_per_s / 1e6:,.1f} when measured"
+        )
+
 
 class LiveLinks:
     """Estimates of the links that are told of, starting from ``matrix``."""
 
     def __init__(self, matrix: LinkMatrix) -> None:
-        self._matrix = matrix
+        self.matrix = matrix
         self._now: dict[tuple[int, int], int] = {}
 
     def observed(self, source: int, target: int, amount_bytes: int, took_ns: int) -> None:
         """Local. A transfer of so many bytes took so long. One whose bytes would take less than 8
         latencies on the link as measured tells nothing of its bandwidth and is ignored."""
-        measured = int(self._matrix.bandwidth[source, target])
-        latency_ns = int(self._matrix.latency_ns[source, target])
+        measured = int(self.matrix.bandwidth[source, target])
+        latency_ns = int(self.matrix.latency_ns[source, target])
         if measured == 0 or amount_bytes * 10**9 < _LATENCIES * latency_ns * measured:
             return
         # Not below what the link needs at its best: a clock that jumps makes no link faster.
@@ -50,7 +56,7 @@ class LiveLinks:
 
     def bytes_per_s(self, source: int, target: int) -> int:
         """The link's bandwidth as far as is known."""
-        measured = int(self._matrix.bandwidth[source, target])
+        measured = int(self.matrix.bandwidth[source, target])
         return self._now.get((source, target), measured)
 
     def slow(self, below_per_mille: int = 700) -> tuple[SlowLink, ...]:
@@ -59,6 +65,6 @@ class LiveLinks:
             SlowLink(source=source, target=target, bytes_per_s=now, measured_bytes_per_s=measured)
             for (source, target), now in sorted(self._now.items())
             if now * 1000 < below_per_mille * (measured := int(
-                self._matrix.bandwidth[source, target]
+                self.matrix.bandwidth[source, target]
             ))
         )

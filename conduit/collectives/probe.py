@@ -20,7 +20,7 @@ from conduit.collectives.streams import StreamedFlows
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 
-__all__ = ["SHORT_WINDOW_NS", "WINDOW_NS", "probe_links"]
+__all__ = ["SHORT_WINDOW_NS", "WINDOW_NS", "links_at_start", "probe_links"]
 
 WINDOW_NS, SHORT_WINDOW_NS = 150_000_000, 50_000_000
 """How much of a flow counts: long enough to outlast a bucket of 256 KB at 50 Mbit."""
@@ -42,6 +42,14 @@ def probe_links(world: World, *, short: bool = False) -> LinkMatrix:
         return _probe(world, short, local)
     except TRANSPORT_ERRORS as error:
         raise_missing(world, "the probe of links", error)
+
+
+def links_at_start(world: World) -> LinkMatrix:
+    """Collective. What a plane begins with: where all ranks share a host its rows use no link, so
+    nothing is measured there, and in short elsewhere."""
+    if world.hosts.max() == 0:
+        return LinkMatrix(hosts=tuple(world.hosts.tolist()))
+    return probe_links(world, short=True)
 
 
 def _probe(world: World, short: bool, local: list[int]) -> LinkMatrix:

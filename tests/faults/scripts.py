@@ -19,6 +19,7 @@ import conduit.collectives.choice
 import conduit.collectives.world
 from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.placement import Placement
+from tests.simulation import no_links
 from tests.spmd.ranks import Outcome, Rank
 
 __all__ = ["EXAMPLES", "TIMEOUT_S", "Step", "errors_of", "names", "rows_of", "script"]
@@ -130,6 +131,7 @@ def script(
     done = []
     if apart:
         conduit.collectives.world.host_identity = lambda: 1_000 + rank.number
+        conduit.plane.links_at_start = no_links
         conduit.collectives.choice.measure = lambda world, row_bytes, makers, *, rows: {
             name: 1 if name == network else 9 for name in makers
         }

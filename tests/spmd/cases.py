@@ -16,6 +16,7 @@ from tensordict import TensorDict
 import conduit
 import conduit.collectives.world
 from conduit.schema import Field
+from tests.simulation import no_links
 from tests.spmd.ranks import Rank
 from tests.spmd.rows import FieldSpec, Serials, content, field_bytes
 
@@ -82,6 +83,7 @@ def make_plane(
     if hosts is not None and rank.size > 1:
         identity = conduit.collectives.world.host_identity
         conduit.collectives.world.host_identity = lambda: 1_000 + hosts[rank.number]
+        conduit.plane.links_at_start = no_links  # they are all this host's loopback
     try:
         return conduit.ExperiencePlane(
             example, capacity=capacity, batch_size=batch_rows, placement=placements[placement],

@@ -41,6 +41,7 @@ class _Rounds:
         most = parcel.most_rows
         self._rounds = 1 if most is None else max(-(-most // self._chunk), 1)
         self._works: list[dist.Work] = []
+        self.arrived_ns: dict[int, int] = {}
         self._arriving: list[tuple[Tensor, list[Tensor]]] = []
 
     def issue(self) -> bool:

@@ -32,7 +32,13 @@ class Parcel(NamedTuple):
 
 
 class Transfer(Protocol):
-    """A parcel on its way. What goes wrong is raised by ``finish``, one of ``TRANSPORT_ERRORS``."""
+    """A parcel on its way. What goes wrong is raised by ``finish``, one of ``TRANSPORT_ERRORS``.
+
+    ``arrived_ns`` tells of ranks whose rows ``finish`` had to wait for when the last of them came,
+    by the clock ``time.perf_counter_ns``: of none where the transport cannot tell ranks apart.
+    """
+
+    arrived_ns: dict[int, int]
 
     def issue(self) -> bool:
         """Sends the next chunk; False if there was none left."""

@@ -24,6 +24,8 @@ __all__ = ["PointToPoint", "remaining"]
 
 _LONG_BYTES = 2 << 20
 _TAIL_BYTES = 16
+_WAITED_NS = 100_000
+"""Who waits for less may have found the rows there already."""
 
 
 class PointToPoint:
@@ -50,14 +52,15 @@ class Messages:
         far: list[int],
     ) -> None:
         self._group, self._tag, self._timeout, self._parcel = group, tag, timeout, parcel
-        self._receives = [
-            [
+        self.arrived_ns: dict[int, int] = {}
+        self._receives = {
+            peer: [
                 group.recv([message], peer, tag) for message in _messages(
                     parcel.inbox, parcel.out_starts[peer], parcel.out_counts[peer],
                     parcel.chunk_bytes,
                 )
             ] for peer in far if parcel.out_counts[peer]
-        ]
+        }
         self._sends = [
             (
                 peer, _messages(
@@ -79,10 +82,14 @@ class Messages:
 
     def finish(self) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for works in self._receives:
+        for peer, works in self._receives.items():
+            begun = time.perf_counter_ns()
             for work in reversed(works):
                 work.wait(remaining(deadline))
-        self._receives = []
+            now = time.perf_counter_ns()
+            if now - begun > _WAITED_NS:
+                self.arrived_ns[peer] = now
+        self._receives = {}
 
 
 def remaining(deadline: float) -> timedelta:

@@ -63,6 +63,7 @@ class _Relayed:
         self._rail, self._parcel = rail, parcel
         assert rail.world.data is not None
         self._group = rail.world.data
+        self.arrived_ns: dict[int, int] = {}
         self._receives = []
         for source, ranks in rail.sources:
             first = parcel.out_starts[ranks[0]]

@@ -11,8 +11,8 @@ send buffer. ``vs_raw`` compares without a gather, ``vs_raw_gather`` with one on
 
 ``algbw_gbps`` is ``bytes`` over ``time_us``; ``busbw_gbps`` is what the busiest rank sends or
 receives, whichever is more, over ``time_us`` (the rule of nccl-tests' alltoallv). Where rows go
-through shared memory it is the gather that moves them, so there it is over ``gather_time_us``. ``wrong`` counts
-rows that arrived other than they were sent, before and after the timing.
+through shared memory it is the gather that moves them, so there it is over ``gather_time_us``.
+``wrong`` counts rows that arrived other than they were sent, before and after the timing.
 """
 
 from __future__ import annotations
