@@ -34,10 +34,10 @@ class Report:
     home alike. ``control`` is how control records travel and ``transports[r]`` how rows get to rank
     r; ``unshared_exchanges`` had to send rows to ranks of this host over the network, because the
     system had no shared memory left. ``slow_links`` are links into this rank that carry less than
-    0.7 of what they did when the plane was made. ``late_rows`` counts draws of the global batch that a commit
-    changed after they were drafted (0 in a world of one, which drafts nothing). ``fresh_slabs`` are
-    batches that needed fresh memory, because earlier ones are kept by the user (or there were
-    none).
+    0.7 of what they did when the plane was made. ``late_rows`` counts draws of the global batch
+    that a commit changed after they were drafted (0 in a world of one, which drafts nothing).
+    ``fresh_slabs`` are batches that needed fresh memory, because earlier ones are kept by the user
+    (or there were none).
     """
 
     name: str

@@ -59,8 +59,8 @@ argparse.ArgumentParser.__init__ = functools.partialmethod(
 from torch.distributed.run import main
 main()
 """
-"""torchrun, except that it leaves the program's own options alone: up to Python 3.11 it refuses them
-where they begin like one of its own, as --max does."""
+"""torchrun, except that it leaves the program's own options alone: up to Python 3.11 it refuses
+those that begin like one of its own, as --max does."""
 RENDEZVOUS_PORT = 29400
 QUEUE_MS = 50
 POLL_S = 0.1

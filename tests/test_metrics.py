@@ -19,7 +19,8 @@ def report_of(**values: object) -> Report:
         "name": "replay", "rank": 1, "ranks": 4, "hosts": 2, "device": "cpu",
         "routing": "exchangeable", "sent_rows": (5, 0, 7, 0), "sent_bytes": (500, 0, 700, 0),
         "received_rows": (1, 0, 2, 0), "blocked_ms": 0.0, "control": "gloo",
-        "slow_links": ("rank 0 to rank 1: less",), "transports": ("shared memory", "none", "rail", "rail"),
+        "slow_links": ("rank 0 to rank 1: less",),
+        "transports": ("shared memory", "none", "rail", "rail"),
     }
     return Report(**{**plain, **values})  # type: ignore[arg-type]
 

@@ -25,8 +25,9 @@ class Box:
     Without ``windows`` it is private. With them the ranks ``near`` read it, unless the system has
     no more shared memory to give: then it is private from there on, and says so to them. It is
     filled again only when its rows have been sent (``works``) and read. ``number`` counts the
-    exchanges for which it was filled, ``count`` the ``rows`` in it. If others must be able to read it, since they have its
-    rows ``relayed``, CapacityError is raised when there is no shared memory.
+    exchanges for which it was filled, ``count`` the ``rows`` in it. Where others must be able to
+    read it, since they have its rows ``relayed``, CapacityError is raised when there is no shared
+    memory.
     """
 
     def __init__(

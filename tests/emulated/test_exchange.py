@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.emulated.cluster import EMULATE, emulated, needs_emulation
+from launch import emulate
+from tests.emulated.cluster import emulated, needs_emulation
 
 pytestmark = needs_emulation
 
@@ -37,7 +38,7 @@ def test_both_directions_at_once_reach_four_fifths_of_the_links(tmp_path: Path) 
     target = tmp_path / "results.json"
     done = emulated(
         ["200mbit"] * 4, "-m", "conduit", "bench", "exchange", "--min", "1M", "--max", "1M",
-        "--iterations", "12", "--json", str(target),
+        "--iterations", "8", "--json", str(target),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())
@@ -65,7 +66,7 @@ def test_a_link_that_becomes_slow_is_noticed(tmp_path: Path) -> None:
     script.write_text(DEGRADING)
     name = "degrading"
     job = subprocess.Popen(
-        [sys.executable, EMULATE, "--links", "200mbit,200mbit", "--cluster", name, "--", script],
+        [sys.executable, emulate.__file__, "--links", "200mbit,200mbit", "--cluster", name, "--", script],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )
     assert job.stdout is not None
@@ -74,7 +75,7 @@ def test_a_link_that_becomes_slow_is_noticed(tmp_path: Path) -> None:
         lines.append(line)
         if line.startswith("warm 1"):
             subprocess.run(
-                [sys.executable, EMULATE, "--cluster", name, "--change", "1=50mbit"], check=True
+                [sys.executable, emulate.__file__, "--cluster", name, "--change", "1=50mbit"], check=True
             )
     assert job.wait(60) == 0, lines
     noticed = [line for line in lines if line.startswith("noticed")]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch import emulate
+from tests.emulated.cluster import emulated, needs_emulation
 
-UNAVAILABLE = emulate.unavailable()
-pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+pytestmark = needs_emulation
 
 TOLERANCE = 0.15
 
@@ -22,11 +20,7 @@ def test_hosts_carry_what_their_links_do(tmp_path: Path) -> None:
     links = "200mbit,1gbit,50mbit"
     rates = [emulate.bits_per_second(rate) / 8e9 for rate in links.split(",")]
     path = tmp_path / "results.json"
-    done = subprocess.run(
-        [sys.executable, emulate.__file__, "--links", links, "--", "-m", "conduit", "probe",
-         "--json", str(path)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )
+    done = emulated(links.split(","), "-m", "conduit", "probe", "--json", str(path))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(path.read_text())
     assert found["hosts"] == len(rates)
