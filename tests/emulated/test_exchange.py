@@ -66,7 +66,8 @@ def test_a_link_that_becomes_slow_is_noticed(tmp_path: Path) -> None:
     script.write_text(DEGRADING)
     name = "degrading"
     job = subprocess.Popen(
-        [sys.executable, emulate.__file__, "--links", "200mbit,200mbit", "--cluster", name, "--", script],
+        [sys.executable, emulate.__file__, "--links", "200mbit,200mbit", "--cluster", name, "--",
+         script],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )
     assert job.stdout is not None
@@ -74,9 +75,8 @@ def test_a_link_that_becomes_slow_is_noticed(tmp_path: Path) -> None:
     for line in job.stdout:
         lines.append(line)
         if line.startswith("warm 1"):
-            subprocess.run(
-                [sys.executable, emulate.__file__, "--cluster", name, "--change", "1=50mbit"], check=True
-            )
+            change = ["--cluster", name, "--change", "1=50mbit"]
+            subprocess.run([sys.executable, emulate.__file__, *change], check=True)
     assert job.wait(60) == 0, lines
     noticed = [line for line in lines if line.startswith("noticed")]
     assert len(noticed) == 2, lines

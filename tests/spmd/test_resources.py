@@ -5,10 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from conduit.collectives.agreement import Decisions
+from conduit.collectives.choice import open_exchanges
+from conduit.collectives.world import World
 from tests.spmd.cases import make_plane
 from tests.spmd.conftest import Pools
 from tests.spmd.ranks import Rank
@@ -95,3 +101,44 @@ def opened_and_dropped(rank: Rank, *, planes: int) -> list[list[int]]:
 def test_dropped_planes_give_everything_back(pools: Pools, ranks: int) -> None:
     for counts in pools[ranks].run(opened_and_dropped, planes=10):
         assert counts == [counts[0]] * 10
+
+
+def exchanging(rank: Rank, *, transport: str, exchanges: int) -> list[list[int]]:
+    """What is taken after each quarter of so many exchanges: descriptors, threads, bytes of
+    resident memory, bytes in /dev/shm."""
+    world = World.join(device=torch.device("cpu"), timeout=timedelta(seconds=20))
+    [exchange] = open_exchanges(
+        world, 64, count=1, trial_rows=10, decisions=Decisions(), transport=transport
+    )
+    taken_so_far = []
+    for number in range(exchanges):
+        # Of all sizes up to 40 rows, nothing now and then.
+        counts = np.array([
+            [(source + 2 * target + number) % 41 if source != target else 0
+             for target in range(rank.size)] for source in range(rank.size)
+        ])
+        exchange.outbox(int(counts[rank.number].sum()), what="testing").fill_(number % 251)
+        seen: list[int] = []
+        exchange.begin(counts[rank.number], counts[:, rank.number], what="testing").wait(
+            lambda rows, start, seen=seen: seen.append(int(rows.amax()))
+        )
+        assert set(seen) <= {number % 251}
+        if (number + 1) % (exchanges // 4) == 0:
+            gc.collect()
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            shared = os.statvfs("/dev/shm")
+            used = (shared.f_blocks - shared.f_bfree) * shared.f_frsize
+            taken_so_far.append([*taken(), resident, used])
+    exchange.close()
+    world.close()
+    return taken_so_far
+
+
+@pytest.mark.parametrize("transport", ["shared", "network"])
+def test_exchanges_take_nothing(pools: Pools, transport: str) -> None:
+    """(Of 10,000 exchanges too, but that takes longer.)"""
+    for quarters in pools[3].run(exchanging, transport=transport, exchanges=1_200):
+        descriptors, threads, resident, shared = zip(*quarters, strict=True)
+        assert descriptors[-1] <= descriptors[1] and threads[-1] <= threads[1]
+        assert resident[-1] - resident[1] < 1 << 20
+        assert shared[-1] - shared[1] <= 1 << 20  # other tests use it too
