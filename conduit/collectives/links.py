@@ -115,8 +115,9 @@ class LinkMatrix:
     @cached_property
     def bandwidth(self) -> Figures:
         """Bytes per second."""
-        egress = np.array([found.egress_bytes_per_s for found in self.capacities] or [0])
-        ingress = np.array([found.ingress_bytes_per_s for found in self.capacities] or [0])
+        unknown = [0] * (max(self.hosts) + 1)
+        egress = np.array([found.egress_bytes_per_s for found in self.capacities] or unknown)
+        ingress = np.array([found.ingress_bytes_per_s for found in self.capacities] or unknown)
         return self._filled("bytes_per_s", np.minimum(egress[:, None], ingress))
 
     @cached_property

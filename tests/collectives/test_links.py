@@ -228,3 +228,10 @@ def test_the_table() -> None:
     assert len(lines) == 5 + 2 + 3
     many = measured([rank // 4 for rank in range(12)], [9] * 3, [9] * 3).table()
     assert len(many.splitlines()) == 2 + 3, "ranks only if there are few"
+
+
+def test_where_nothing_was_measured_nothing_is_known() -> None:
+    matrix = LinkMatrix(hosts=(0, 1, 1))
+    assert not matrix.measured.any()
+    for figures in (matrix.bandwidth, matrix.latency_ns, matrix.spread_per_mille):
+        assert figures.tolist() == [[0] * 3] * 3

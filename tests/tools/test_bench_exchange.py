@@ -40,14 +40,14 @@ def consistent(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("transport", ["network", "shared"])
 def test_parts_of_a_job(launched: Launched, transport: str) -> None:
-    done = launched("--", "bench", "exchange", "--min", "4K", "--max", "64K", "--pattern", "skewed",
-                    "--ranks", "1,2,3", "--iterations", "3", "--transport", transport,
+    done = launched("--", "bench", "exchange", "--min", "4K", "--max", "16K", "--pattern", "skewed",
+                    "--ranks", "1,3", "--iterations", "2", "--transport", transport,
                     "--json", "-", ranks=3)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["args"]["transport"] == transport
     rows = found["results"]
-    assert [row["ranks"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [row["ranks"] for row in rows] == [1, 1, 3, 3]
     for row in rows:
         consistent(row)
         assert row["pattern"] == "skewed"
@@ -57,7 +57,7 @@ def test_parts_of_a_job(launched: Launched, transport: str) -> None:
             assert row["transport"] == "shared memory"
         else:
             assert row["transport"] in ("point-to-point", "all-to-all")
-    assert [row["bytes"] for row in rows[3:6]] == pytest.approx([4096, 16384, 65536], rel=0.1)
+    assert [row["bytes"] for row in rows[2:]] == pytest.approx([4096, 16384], rel=0.1)
 
 
 def test_wrong_rows_are_counted_and_told_by_the_exit_status(tmp_path: Path) -> None:
