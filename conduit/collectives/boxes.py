@@ -105,6 +105,8 @@ class Box:
         self.works = []
         if self._windows is not None:
             self._windows.close()
+            self._windows, self.near = None, []
+            del self._header, self._headers
 
     def counts(self, peer: int) -> NDArray[np.int64]:
         """How many rows ``peer`` has for each rank in its box."""

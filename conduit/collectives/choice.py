@@ -65,6 +65,8 @@ def _open(
             raise WorldError(
                 "rows cannot be carried like this here", rank=world.rank, got=transport,
                 expected=" or ".join(makers),
+                cure="rail needs several hosts that share memory within them, all-to-all hosts of "
+                "one rank each (or transport='network')",
             )
         makers = {transport: makers[transport]}
     times = dict.fromkeys(makers, 0)

@@ -7,6 +7,7 @@ out from them, the same way each time.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Sequence
@@ -178,8 +179,11 @@ class LinkMatrix:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, all of it or nothing. Raises OSError."""
+        """Writes a JSON file, all of it or nothing. Raises OSError, also for a path that is there
+        and no plain file."""
         target = Path(path)
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is no plain file", str(target))
         unfinished = target.with_name(target.name + ".unfinished")
         unfinished.write_text(json.dumps(self.as_dict()) + "\n")
         unfinished.replace(target)
@@ -190,7 +194,7 @@ class LinkMatrix:
         that, or does not fit together."""
         try:
             found = json.loads(Path(path).read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
             raise _refused(path, f"it is no JSON: {error}") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise _refused(path, f"it has no format {FORMAT!r}")
@@ -206,7 +210,7 @@ class LinkMatrix:
         hosts = found["hosts"]
         if not isinstance(hosts, list) or any(type(host) is not int for host in hosts):
             raise ValueError("hosts are no list of integers")
-        if not hosts or sorted(set(hosts)) != list(range(max(hosts) + 1)):
+        if not hosts or sorted(set(hosts)) != list(range(len(set(hosts)))):
             raise ValueError("hosts are not numbered from 0")
         matrix = cls(
             hosts=tuple(hosts), links=_all(Link, found["links"]),
@@ -217,6 +221,9 @@ class LinkMatrix:
         ranks |= {copy.rank for copy in matrix.copies} | {gpu.rank for gpu in matrix.gpus}
         if ranks and not 0 <= min(ranks) <= max(ranks) < len(hosts):
             raise ValueError(f"it has {len(hosts)} ranks, and figures of others")
+        pairs = [(link.source, link.target) for link in matrix.links]
+        if len(set(pairs)) != len(pairs) or any(source == target for source, target in pairs):
+            raise ValueError("a link is there twice, or from a rank to itself")
         if len(matrix.capacities) != (max(hosts) + 1 if max(hosts) else 0):
             raise ValueError("it has not one capacity for each host")
         return matrix
@@ -238,7 +245,7 @@ def _all(kind: type[T], found: Any) -> tuple[T, ...]:
         for name, value in item.items():
             if type(value).__name__ != types[name]:
                 raise ValueError(f"{name} of a {kind.__name__} is {value!r}, not {types[name]}")
-            if type(value) is int and not -1 <= value < 2**63:
+            if type(value) is int and not (-1 if kind is Gpu else 0) <= value < 2**63:
                 raise ValueError(f"{name} of a {kind.__name__} is {value!r}: out of range")
     return tuple(kind(**item) for item in found)
 

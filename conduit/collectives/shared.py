@@ -2,9 +2,11 @@
 
 [Note: shared memory]
 A window is a file in /dev/shm that one rank writes and the other ranks of its host map. It loses
-its name as soon as all have mapped it, so that nothing is left behind however a process ends. It
-grows with what is asked of it, in memory that is really there (a page that the file system cannot
-give would kill the process that touches it), and readers map it anew when they find it too short.
+its name as soon as all have mapped it, so that nothing is left behind however a process ends;
+unless it is killed in these milliseconds, when a later job that makes windows removes the file. A
+window grows with what is asked of it, in memory that is really there (a page that the file system
+cannot give would kill the process that touches it), and readers map it anew when they find it too
+short.
 
 Its first words are a header. A rank that has something to say writes it, and then the number of
 the call into a word that only it writes; others poll that word. All processes see the words of one
@@ -39,6 +41,7 @@ NUMBERS = 8
 """Words at the start of a window that hold published numbers; what follows is data."""
 
 _DIRECTORY = Path("/dev/shm")
+_PREFIX = "conduit-"
 _PAGE_BYTES = 4096
 _GIVEN_UP = 3
 """The first words are three numbers that ranks publish; as many say at which a rank gave up waiting
@@ -47,6 +50,7 @@ _CLOSED = NUMBERS - 1
 _YIELDING_S = 0.0003
 _LONGEST_NAP_S = 0.001
 _LOOK_AFTER_S = 0.05
+_ABANDONED_S = 60.0
 
 
 class Window:
@@ -55,10 +59,10 @@ class Window:
 
     def __init__(self, fd: int, header_bytes: int) -> None:
         self._fd, self._header_bytes = fd, header_bytes
-        self._close = weakref.finalize(self, os.close, fd)
         self.block: Tensor
         self.words: memoryview
         self._map()
+        self._close = weakref.finalize(self, os.close, fd)
 
     def _map(self) -> None:
         with torch.inference_mode(False):
@@ -93,6 +97,8 @@ class Window:
     def close(self) -> None:
         """The memory itself goes when no view of it is left."""
         self._close()
+        self.block = self.block.new_empty(0)
+        self.words = memoryview(b"").cast("q")
 
 
 class Windows:
@@ -166,6 +172,7 @@ def open_windows(
     """
     header_bytes = -(-(NUMBERS + words) * 8 // _PAGE_BYTES) * _PAGE_BYTES
     near = [peer for peer in range(len(hosts)) if peer != rank and hosts[peer] == hosts[rank]]
+    _remove_abandoned()
     name = secrets.randbits(62)
     own = _map(name, count, header_bytes, make=True)
     try:
@@ -194,16 +201,37 @@ def _map(name: int, count: int, header_bytes: int, *, make: bool) -> list[Window
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if make else 0)
     with contextlib.suppress(OSError, RuntimeError):
         for i in range(count):
-            fd = os.open(_path(name, i), flags, 0o600)
-            if make:
-                os.posix_fallocate(fd, 0, header_bytes)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            windows.append(Window(fd, header_bytes))
+            path = _path(name, i)
+            fd = os.open(path, flags, 0o600)
+            try:
+                if make:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.posix_fallocate(fd, 0, header_bytes)
+                windows.append(Window(fd, header_bytes))
+            except BaseException:
+                os.close(fd)
+                if make:
+                    path.unlink()
+                raise
     return windows
 
 
+def _remove_abandoned() -> None:
+    """Removes windows whose rank was killed while it made them."""
+    for path in _DIRECTORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _ABANDONED_S:
+                continue  # perhaps not locked yet
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
+
+
 def _path(name: int, i: int) -> Path:
-    return _DIRECTORY / f"conduit-{name:016x}-{i}"
+    return _DIRECTORY / f"{_PREFIX}{name:016x}-{i}"
 
 
 def _swap(sent: NDArray[np.int64], group: dist.ProcessGroup) -> NDArray[np.int64]:

@@ -127,7 +127,7 @@ def _results(matrix: LinkMatrix) -> list[Result]:
 
 
 def _show_schedule(args: argparse.Namespace, report: Reporter) -> None:
-    if args.schedule % args.hosts or args.bandwidth_gbps <= 0:
+    if args.schedule % args.hosts or not 0 < args.bandwidth_gbps < 1e6:
         raise UsageError("--schedule must be a multiple of --hosts, --bandwidth-gbps above 0")
     per_host = args.schedule // args.hosts
     schedule = rounds([rank // per_host for rank in range(args.schedule)], short=args.short)

@@ -187,7 +187,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> str:
     (edited(lambda found: found.update(links=7)), "no list"),
     (edited(lambda found: found["links"].append(3)), "fields"),
     (edited(lambda found: found["links"][0].update(more=3)), "fields"),
-    (edited(lambda found: found["links"][0].update(target=-1)), "ranks"),
+    (edited(lambda found: found["links"][0].update(target=-1)), "range"),
     (edited(lambda found: found["links"][0].update(bytes_per_s=1.5)), "bytes_per_s"),
     (edited(lambda found: found["links"][0].update(bytes_per_s=True)), "bytes_per_s"),
     (edited(lambda found: found["links"][0].update(bytes_per_s=2**63)), "range"),

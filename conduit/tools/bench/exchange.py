@@ -131,8 +131,9 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
         rows: list[Row] = []
         for ranks in parts:
             rows += _measure_part(args, job, ranks, row_bytes, report, first=not rows)
-        found = [asdict(row) for row in rows]
-        report.finish(found, Table(columns=COLUMNS, results=found))
+        if rows:  # none where this rank is in no part
+            found = [asdict(row) for row in rows]
+            report.finish(found, Table(columns=COLUMNS, results=found))
     finally:
         job.leave()
     return int(any(row.wrong for row in rows))
