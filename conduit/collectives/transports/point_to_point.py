@@ -20,7 +20,7 @@ from torch import Tensor
 from conduit.collectives.transports.parcel import Parcel
 from conduit.collectives.world import World
 
-__all__ = ["PointToPoint", "remaining"]
+__all__ = ["PointToPoint", "messages", "remaining"]
 
 _LONG_BYTES = 2 << 20
 _TAIL_BYTES = 16
@@ -55,7 +55,7 @@ class Messages:
         self.arrived_ns: dict[int, int] = {}
         self._receives = {
             peer: [
-                group.recv([message], peer, tag) for message in _messages(
+                group.recv([message], peer, tag) for message in messages(
                     parcel.inbox, parcel.out_starts[peer], parcel.out_counts[peer],
                     parcel.chunk_bytes,
                 )
@@ -63,7 +63,7 @@ class Messages:
         }
         self._sends = [
             (
-                peer, _messages(
+                peer, messages(
                     parcel.box.rows, parcel.starts[peer], parcel.counts[peer], parcel.chunk_bytes
                 ),
             ) for peer in far if parcel.counts[peer]
@@ -72,10 +72,10 @@ class Messages:
 
     def issue(self) -> bool:
         left = False
-        for peer, messages in self._sends:
-            if self._issued < len(messages):
+        for peer, chunks in self._sends:
+            if self._issued < len(chunks):
                 left = True
-                work = self._group.send([messages[self._issued]], peer, self._tag)
+                work = self._group.send([chunks[self._issued]], peer, self._tag)
                 self._parcel.box.works.append(work)
         self._issued += 1
         return left
@@ -97,7 +97,7 @@ def remaining(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
-def _messages(rows: Tensor, start: int, count: int, chunk_bytes: int) -> list[Tensor]:
+def messages(rows: Tensor, start: int, count: int, chunk_bytes: int) -> list[Tensor]:
     """The messages that make up ``count`` rows from ``start`` on, cut alike at both ends."""
     part = rows[start : start + count].view(-1)
     nbytes = len(part)

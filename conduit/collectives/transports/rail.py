@@ -17,9 +17,10 @@ import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from conduit.collectives.transports.parcel import Parcel
-from conduit.collectives.transports.point_to_point import remaining
+from conduit.collectives.transports.point_to_point import messages, remaining
 from conduit.collectives.world import World
 
 __all__ = ["Rail"]
@@ -64,13 +65,15 @@ class _Relayed:
         assert rail.world.data is not None
         self._group = rail.world.data
         self.arrived_ns: dict[int, int] = {}
-        self._receives = []
+        self._receives: list[list[dist.Work]] = []
         for source, ranks in rail.sources:
             first = parcel.out_starts[ranks[0]]
             count = sum(parcel.out_counts[peer] for peer in ranks)
             if count:
-                rows = parcel.inbox[first : first + count]
-                self._receives.append(self._group.recv([rows], source, rail.tag))
+                self._receives.append([
+                    self._group.recv([message], source, rail.tag)
+                    for message in messages(parcel.inbox, first, count, parcel.chunk_bytes)
+                ])
 
     def issue(self) -> bool:
         # Sent by ``finish``: it takes what the neighbours send too, and waits for them.
@@ -87,9 +90,13 @@ class _Relayed:
             ]
             rows = torch.cat(pieces)
             if len(rows):
-                box.works.append(self._group.send([rows], target, rail.tag))
-        for work in self._receives:
-            work.wait(remaining(deadline))
+                box.works += [
+                    self._group.send([message], target, rail.tag)
+                    for message in messages(rows, 0, len(rows), self._parcel.chunk_bytes)
+                ]
+        for works in self._receives:
+            for work in reversed(works):  # the last one first: see point_to_point.py
+                work.wait(remaining(deadline))
         self._receives = []
 
     def _own(self, target: int) -> torch.Tensor:
