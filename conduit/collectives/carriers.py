@@ -6,6 +6,7 @@ Every carrier does the same: each rank gives one record and gets those of all ra
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -38,13 +39,21 @@ class Carrier(Protocol):
 
 
 class Flat:
-    """One equal-split all-to-all over Gloo."""
+    """One equal-split all-to-all over Gloo, in the ``group`` that the world has just now.
+
+    It keeps no group: what an error's traceback keeps would keep the connections open, by which
+    others learn that this rank has given up.
+    """
 
     name = "gloo"
 
-    def __init__(self, world: World, group: dist.ProcessGroup, fields: int) -> None:
+    def __init__(
+        self, world: World, group: Callable[[], dist.ProcessGroup | None], fields: int
+    ) -> None:
         self._timeout, self._group = world.timeout, group
-        self._out = np.zeros((group.size(), fields), dtype=np.int64)
+        made = group()
+        assert made is not None
+        self._out = np.zeros((made.size(), fields), dtype=np.int64)
         self._in = np.zeros_like(self._out)
         self._sent, self._received = torch.from_numpy(self._out), torch.from_numpy(self._in)
         self._work: dist.Work | None = None
@@ -52,7 +61,9 @@ class Flat:
     def begin(self, record: Records) -> None:
         self._out[:] = record
         # What dist.all_to_all_single calls, which takes twice as long to begin.
-        self._work = self._group.alltoall_base(self._received, self._sent, [], [])
+        group = self._group()
+        assert group is not None
+        self._work = group.alltoall_base(self._received, self._sent, [], [])
 
     def finish(self) -> Records:
         # Kept longer, it would keep the group's connections open after the plane is closed.
@@ -118,11 +129,10 @@ class TwoLevel:
             behind=RECORD_WORDS,
         )
         if leads:
-            assert world.leaders is not None
             # Every host sends as many records as the largest has; those that are none are left out.
             self._most = max(map(len, by_host))
             self._mine = np.zeros((self._most, fields), dtype=np.int64)
-            self._far = Flat(world, world.leaders, self._most * fields)
+            self._far = Flat(world, lambda: world.leaders, self._most * fields)
             self._rows = np.concatenate([
                 np.arange(len(ranks)) + host * self._most for host, ranks in enumerate(by_host)
             ])
@@ -157,11 +167,10 @@ def _places(window: Window, ranks: int, fields: int, *, behind: int = 0) -> list
 
 def carrier_for(world: World, fields: int) -> Carrier:
     """The quickest way between these ranks. For a world of several."""
-    assert world.control is not None
     assert fields <= RECORD_WORDS
     if world.windows is not None and world.hosts.max() == 0:
         return Shared(world, world.windows, fields, list(range(world.size)))
     if world.two_level:
         assert world.windows is not None
         return TwoLevel(world, world.windows, fields)
-    return Flat(world, world.control, fields)
+    return Flat(world, lambda: world.control, fields)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -66,6 +70,39 @@ def out_of_step(rank: Rank) -> str:
         (plane.empty if rank.number == 2 else plane.flush)()
     plane.close()
     return str(caught.value)
+
+
+def bereft(rank: Rank, *, victim: int) -> str:
+    """One rank dies between two calls."""
+    with mock.patch("conduit.collectives.world.TWO_LEVEL_RANKS", 3):
+        plane = make_plane(
+            rank, EXAMPLE, capacity=90, batch_rows=16, hosts=HOSTS, timeout=timedelta(seconds=12)
+        )
+    plane.flush()
+    if rank.number == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(conduit.WorldError) as caught:
+        plane.flush()
+    plane.close()
+    assert time.monotonic() - begun < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_dead_rank_is_noticed_at_once_also_through_leaders(victim: int) -> None:
+    """Rank 1 follows and rank 2 leads."""
+    world = Ranks(4)
+    try:
+        world.start(bereft, each=[{"victim": victim}] * 4)
+        others = [rank for rank in range(4) if rank != victim]
+        for outcome in world.outcomes(ranks=others):
+            assert outcome.error is None, outcome
+            # Whoever hears of it through others may find them gone as well.
+            assert str(victim) in outcome.value.split("lost")[-1] \
+                or "all other ranks are gone" in outcome.value
+    finally:
+        world.close()
 
 
 def test_errors_reach_all_ranks_through_their_leaders() -> None:

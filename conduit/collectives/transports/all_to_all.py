@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,17 +24,15 @@ class AllToAll:
         self._world = world
 
     def begin(self, parcel: Parcel) -> _Rounds:
-        world = self._world
-        assert world.data is not None
-        return _Rounds(world.data, world.timeout if world.device.type == "cpu" else None, parcel)
+        return _Rounds(self._world, parcel)
 
 
 class _Rounds:
     """See :class:`.parcel.Transfer`. A single round is sent from the box and into the inbox; of
     several, each is brought together first, since its rows lie apart."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, parcel: Parcel) -> None:
-        self._group, self._timeout, self._parcel = group, timeout, parcel
+    def __init__(self, world: World, parcel: Parcel) -> None:
+        self._world, self._parcel = world, parcel
         self._chunk = max(parcel.chunk_bytes // parcel.inbox.shape[1], 1)
         most = parcel.most_rows
         self._rounds = 1 if most is None else max(-(-most // self._chunk), 1)
@@ -58,7 +54,9 @@ class _Rounds:
             outgoing = torch.cat(sent)
             incoming = outgoing.new_empty(sum(out_counts), outgoing.shape[1])
             self._arriving.append((incoming, places))
-        self._works.append(self._group.alltoall_base(incoming, outgoing, out_counts, counts))
+        group = self._world.data  # not kept: see carriers.py
+        assert group is not None
+        self._works.append(group.alltoall_base(incoming, outgoing, out_counts, counts))
         return True
 
     def _pieces(
@@ -72,10 +70,10 @@ class _Rounds:
 
     def finish(self) -> None:
         for work in self._works:
-            if self._timeout is None:
-                work.wait()  # on CUDA: the stream waits
+            if self._world.device.type == "cpu":
+                work.wait(self._world.timeout)
             else:
-                work.wait(self._timeout)
+                work.wait()  # the stream waits
         for incoming, places in self._arriving:
             begin = 0
             for place in places:

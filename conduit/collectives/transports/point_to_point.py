@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch import Tensor
 
 from conduit.collectives.transports.parcel import Parcel
@@ -40,18 +39,16 @@ class PointToPoint:
         world = self._world
         # Starting with the next rank, so that not all send to the same one first.
         far = sorted(parcel.far, key=lambda peer: (peer - world.rank) % world.size)
-        assert world.data is not None
-        return Messages(world.data, self._tag, world.timeout, parcel, far)
+        return Messages(world, self._tag, parcel, far)
 
 
 class Messages:
     """See :class:`.parcel.Transfer`."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, tag: int, timeout: timedelta, parcel: Parcel,
-        far: list[int],
-    ) -> None:
-        self._group, self._tag, self._timeout, self._parcel = group, tag, timeout, parcel
+    def __init__(self, world: World, tag: int, parcel: Parcel, far: list[int]) -> None:
+        self._world, self._tag, self._parcel = world, tag, parcel
+        group = world.data
+        assert group is not None
         self.arrived_ns: dict[int, int] = {}
         self._receives = {
             peer: [
@@ -72,16 +69,18 @@ class Messages:
 
     def issue(self) -> bool:
         left = False
+        group = self._world.data  # not kept: see carriers.py
+        assert group is not None
         for peer, chunks in self._sends:
             if self._issued < len(chunks):
                 left = True
-                work = self._group.send([chunks[self._issued]], peer, self._tag)
+                work = group.send([chunks[self._issued]], peer, self._tag)
                 self._parcel.box.works.append(work)
         self._issued += 1
         return left
 
     def finish(self) -> None:
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = time.monotonic() + self._world.timeout.total_seconds()
         for peer, works in self._receives.items():
             begun = time.perf_counter_ns()
             for work in reversed(works):

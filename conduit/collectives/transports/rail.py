@@ -62,8 +62,8 @@ class _Relayed:
 
     def __init__(self, rail: Rail, parcel: Parcel) -> None:
         self._rail, self._parcel = rail, parcel
-        assert rail.world.data is not None
-        self._group = rail.world.data
+        group = rail.world.data  # not kept: see carriers.py
+        assert group is not None
         self.arrived_ns: dict[int, int] = {}
         self._receives: list[list[dist.Work]] = []
         for source, ranks in rail.sources:
@@ -71,7 +71,7 @@ class _Relayed:
             count = sum(parcel.out_counts[peer] for peer in ranks)
             if count:
                 self._receives.append([
-                    self._group.recv([message], source, rail.tag)
+                    group.recv([message], source, rail.tag)
                     for message in messages(parcel.inbox, first, count, parcel.chunk_bytes)
                 ])
 
@@ -81,6 +81,8 @@ class _Relayed:
 
     def finish(self) -> None:
         rail, box = self._rail, self._parcel.box
+        group = rail.world.data
+        assert group is not None
         deadline = time.monotonic() + rail.world.timeout.total_seconds()
         box.wait(box.near)
         for target in rail.targets:
@@ -91,7 +93,7 @@ class _Relayed:
             rows = torch.cat(pieces)
             if len(rows):
                 box.works += [
-                    self._group.send([message], target, rail.tag)
+                    group.send([message], target, rail.tag)
                     for message in messages(rows, 0, len(rows), self._parcel.chunk_bytes)
                 ]
         for works in self._receives:
