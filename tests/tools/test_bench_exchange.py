@@ -76,7 +76,10 @@ def test_wrong_rows_are_counted_and_told_by_the_exit_status(tmp_path: Path) -> N
     with (
         Simulation([0, 0]) as simulation, mock.patch.object(InFlight, "wait", spoiling),
         mock.patch("conduit.tools.bench.exchange.Job.join", lambda: _job(simulation)),
-        mock.patch("conduit.tools.bench.exchange.dist.group", mock.Mock(WORLD=None)),
+        mock.patch(
+            "conduit.tools.bench.exchange.dist.new_group",
+            lambda ranks, backend: simulation.group(),
+        ),
     ):
         words = ["bench", "exchange", "--max", "4K", "--iterations", "1"]
         statuses = simulation.run(

@@ -21,7 +21,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -145,17 +145,16 @@ def _measure_part(
 ) -> list[Row]:
     """Collective. The results of the first ``ranks`` ranks; the others wait, and get none."""
     part, group = job, None
-    if ranks < job.ranks:
-        # Both groups are made by all ranks, as torch demands.
+    if job.ranks > 1:
+        # Groups are made by all ranks, as torch demands. The raw exchange has one to itself, as the
+        # plane's has: a barrier has just woken the threads of the group that it uses.
         group, meeting = (dist.new_group(list(range(ranks)), backend="gloo") for _ in range(2))
-        part = Job(rank=job.rank, ranks=ranks, group=meeting if ranks > 1 else None, made=False)
-    elif job.ranks > 1:
-        group = dist.group.WORLD
+        part = replace(job, ranks=ranks, group=meeting if ranks > 1 else None, made=False)
     rows: list[Row] = []
     if job.rank < ranks:
         world = _world(args, part, group)
         try:
-            rows = _measure(args, part, world, row_bytes, report, first=first)
+            rows = _measure(args, part, world, group, row_bytes, report, first=first)
         finally:
             world.close()
     job.barrier()
@@ -173,8 +172,8 @@ def _world(args: argparse.Namespace, part: Job, group: dist.ProcessGroup | None)
 
 
 def _measure(
-    args: argparse.Namespace, part: Job, world: World, row_bytes: int, report: Reporter, *,
-    first: bool,
+    args: argparse.Namespace, part: Job, world: World, group: dist.ProcessGroup | None,
+    row_bytes: int, report: Reporter, *, first: bool,
 ) -> list[Row]:
     if first:
         report.begin(
@@ -199,7 +198,7 @@ def _measure(
         transport = _told(exchange, world)
         if args.transport == "shared" and transport not in ("shared memory", "none"):
             raise UsageError("--transport shared: these ranks do not all share memory")
-        trial = _Trial(world, exchange, counts, table, part)
+        trial = _Trial(world, exchange, counts, table, group)
         rows.append(_row(args, part, trial, transport, report))
         exchange.close()
         nbytes *= _FACTOR
@@ -227,10 +226,10 @@ class _Trial:
 
     def __init__(
         self, world: World, exchange: RowExchange, counts: NDArray[np.int64], table: Tensor,
-        part: Job,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self.world, self.exchange, self.counts = world, exchange, counts
-        self._table, self._group = table, part.group
+        self._table, self._group = table, group
         self._out_counts, self._in_counts = counts[world.rank], counts[:, world.rank]
         sent, received = int(self._out_counts.sum()), int(self._in_counts.sum())
         generator = np.random.default_rng(0)
