@@ -105,7 +105,7 @@ class Box:
         self.works = []
         if self._windows is not None:
             self._windows.close()
-            self._windows, self.near = None, []
+            self._windows = None
             del self._header, self._headers
 
     def counts(self, peer: int) -> NDArray[np.int64]:
