@@ -26,9 +26,9 @@ for step in range(400):
     slow = plane.report().slow_links
     if step == 20:
         assert not slow, slow
-        print("warm", plane.rank, flush=True)
+        print(f"warm {plane.rank}\\n", end="", flush=True)
     if plane.agree(bool(slow)):
-        print("noticed", plane.rank, step, slow, flush=True)
+        print(f"noticed {plane.rank} {step} {slow}\\n", end="", flush=True)
         break
 plane.close()
 """

@@ -68,7 +68,8 @@ import os, socket, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-print("ranks", socket.gethostname(), dist.get_rank(), total.item(), flush=True)
+# In one piece: ranks share the output, and an unbuffered print writes word by word.
+print(f"ranks {socket.gethostname()} {dist.get_rank()} {total.item()}\\n", end="", flush=True)
 dist.barrier()
 """
 
