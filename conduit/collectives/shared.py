@@ -9,9 +9,9 @@ cannot give would kill the process that touches it), and readers map it anew whe
 short.
 
 Its first words are a header. A rank that has something to say writes it, and then the number of
-the call into a word that only it writes; others poll that word. All processes see the words of one
-window change in the order in which they were written, given a barrier between data and number on
-both sides. Polling yields the core at first, then sleeps for a fraction of what it has waited for.
+the call into a word that only it writes; others watch that word, yielding the core at first, then
+asleep until it changes (futex.py). All processes see the words of one window change in the order in
+which they were written, given a barrier between data and number on both sides.
 
 Who waits has a deadline, and finds out earlier if the other rank is gone: a rank locks its own
 windows (``flock``), and the kernel gives a lock back when a process ends, in whatever way.
@@ -35,6 +35,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conduit.collectives import futex
+
 __all__ = ["NUMBERS", "Window", "Windows", "open_windows"]
 
 NUMBERS = 8
@@ -48,7 +50,6 @@ _GIVEN_UP = 3
 for the others'; the last one says that it has closed the window."""
 _CLOSED = NUMBERS - 1
 _YIELDING_S = 0.0003
-_LONGEST_NAP_S = 0.001
 _LOOK_AFTER_S = 0.05
 _ABANDONED_S = 60.0
 
@@ -72,6 +73,7 @@ class Window:
             )
         self.block = everything[self._header_bytes :]
         self.words = everything[: self._header_bytes].numpy().data.cast("q")
+        self._address = everything.data_ptr()
 
     def reach(self, nbytes: int) -> Tensor:
         """The block, mapped anew where its writer has made it longer, to at least ``nbytes``."""
@@ -84,6 +86,15 @@ class Window:
         if nbytes > len(self.block):
             os.posix_fallocate(self._fd, 0, self._header_bytes + nbytes)
             self._map()
+
+    def set(self, word: int, number: int) -> None:
+        """Writes a word of the header and wakes who sleeps on it."""
+        self.words[word] = number
+        futex.wake(self._address + 8 * word)
+
+    def sleep_while(self, word: int, number: int, longest_s: float) -> None:
+        """Until the word is no longer ``number``; may return earlier."""
+        futex.sleep_while(self._address + 8 * word, number, longest_s)
 
     def is_abandoned(self) -> bool:
         """Whether the rank that locked it is gone."""
@@ -110,7 +121,7 @@ class Windows:
     def publish(self, word: int, number: int) -> None:
         """Lets others see what was written before, under a number that only grows."""
         _barrier()
-        self.own.words[word] = number
+        self.own.set(word, number)
 
     def wait(self, word: int, number: int, peers: Sequence[int], timeout_s: float) -> None:
         """Returns when each of ``peers`` has published at least ``number`` in its ``word``.
@@ -137,7 +148,7 @@ class Windows:
     ) -> None:
         window = self.peers[peer]
         look_at = begun + _LOOK_AFTER_S
-        while window.words[word] < number:
+        while (seen := window.words[word]) < number:
             now = time.monotonic()
             # A rank closes its windows when all have come, and what one published just before it
             # ended still counts: so look for the number once more.
@@ -146,17 +157,17 @@ class Windows:
             if now - begun < _YIELDING_S:
                 os.sched_yield()
                 continue
-            if now > look_at:
+            if now >= look_at:
                 ended = [p for p in peers if self.peers[p].is_abandoned()]
                 if ended and window.words[word] < number:
                     raise RuntimeError(f"processes of ranks {ended} have ended")
                 if now - begun > timeout_s:
                     raise RuntimeError(f"waited {timeout_s:g} s for rank {peer}")
                 look_at = now + min(_LOOK_AFTER_S, max(timeout_s - (now - begun), 0.001))
-            time.sleep(min((now - begun) / 8, _LONGEST_NAP_S))
+            window.sleep_while(word, seen, look_at - now)
 
     def close(self) -> None:
-        """Local. Ranks that wait for this one learn that it will not come."""
+        """Local. Ranks that wait for this one learn, within 50 ms, that it will not come."""
         self.publish(_CLOSED, 1)
         for window in (self.own, *self.peers.values()):
             window.close()
@@ -200,7 +211,7 @@ def _map(name: int, count: int, header_bytes: int, *, make: bool) -> list[Window
     windows: list[Window] = []
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if make else 0)
     with contextlib.suppress(OSError, RuntimeError):
-        for i in range(count):
+        for i in range(count if futex.WORKS else 0):
             path = _path(name, i)
             fd = os.open(path, flags, 0o600)
             try:

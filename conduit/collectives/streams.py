@@ -39,6 +39,8 @@ _AROUND_NS = 25_000_000
 """What meeting, small messages and getting going add to a flow, as measured."""
 
 _POLL_S = 3e-4
+"""How often ends look for what came: Gloo waits for one message, never for the first of several."""
+
 _STALL_NS = 500_000_000
 _DATA, _ACK, _PING = 11, 12, 13
 """Tags of messages; the exchange of rows has others."""

@@ -73,12 +73,14 @@ def test_above_so_many_ranks_on_several_hosts_there_are_two_levels() -> None:
 
         def make(rank: int) -> type:
             world = joined()
-            with mock.patch.object(world_module, "leaders_group", leaders):
-                world._agree_on_levels(list(range(world.size)))
+            world._agree_on_levels(list(range(world.size)))
             return type(carrier_for(world, FIELDS))
 
-        with Simulation(hosts, shared=True) as simulation, mock.patch.object(
-            world_module, "TWO_LEVEL_RANKS", above
+        # All patched before there are threads: patches by several undo each other.
+        with (
+            Simulation(hosts, shared=True) as simulation,
+            mock.patch.object(world_module, "leaders_group", leaders),
+            mock.patch.object(world_module, "TWO_LEVEL_RANKS", above),
         ):
             return set(simulation.run(make))
 
