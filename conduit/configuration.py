@@ -43,12 +43,13 @@ class Configuration:
     min_size: int
     seed: int
     name: str
+    overlap: bool
 
     @classmethod
     def checked(
         cls, example: Rows | Schema, *, ranks: int, rank: int, capacity: int | str,
         batch_size: int, ingestion: Ingestion | None, placement: Placement | None, routing: str,
-        max_staleness: int, min_size: int, seed: int, name: str,
+        max_staleness: int, min_size: int, seed: int, name: str, overlap: bool,
     ) -> Configuration:
         """The configuration, or SchemaError, CapacityError or WorldError for what is wrong."""
         if routing not in ROUTINGS:
@@ -62,6 +63,9 @@ class Configuration:
         seed = _integer("seed", seed, least=None, rank=rank)
         if not isinstance(name, str):
             raise WorldError("name is no string", rank=rank, got=repr(name))
+        if not isinstance(overlap, bool):
+            raise WorldError("overlap is out of range", rank=rank, got=repr(overlap),
+                             expected="True or False")
         schema = example if isinstance(example, Schema) else Schema.from_example(example)
         layout = RowLayout(schema)
         rows = _rows(capacity, layout.row_bytes)
@@ -78,7 +82,7 @@ class Configuration:
         return cls(
             layout=layout, capacity=rows, batch_size=batch_size, quotas=quotas,
             staging_rows=staging_rows, routing=routing, max_staleness=max_staleness,
-            min_size=min_size, seed=seed, name=name,
+            min_size=min_size, seed=seed, name=name, overlap=overlap,
         )
 
     def fingerprint(self) -> dict[str, int]:
@@ -88,7 +92,7 @@ class Configuration:
             "schema": self.layout.schema.hash, "seed": _hash(self.seed),
             "routing": ROUTINGS.index(self.routing), "max_staleness": self.max_staleness,
             "min_size": self.min_size, "placement": _hash(self.quotas.tolist()),
-            "staging": self.staging_rows, "name": _hash(self.name),
+            "staging": self.staging_rows, "name": _hash(self.name), "overlap": int(self.overlap),
         }
 
     def told(self, field: str) -> str:

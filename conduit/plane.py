@@ -6,18 +6,19 @@ import time
 import zlib
 from datetime import timedelta
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from conduit.collectives.choice import open_exchanges
-from conduit.collectives.control import FINGERPRINT, Control, Operation
+from conduit.collectives.control import FINGERPRINT, STAGES, Control, Gathered, Operation
 from conduit.collectives.links import LinkMatrix
 from conduit.collectives.live import LiveLinks
 from conduit.collectives.probe import links_at_start
+from conduit.collectives.watch import BrokenCallError
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
 from conduit.creation import create_together, make_shard
@@ -32,12 +33,13 @@ from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
+from conduit.sched.lanes import StageError, lane_for, raise_told
 from conduit.sched.slabs import SlabPool
+from conduit.sched.timeline import CALL, Timeline
 from conduit.schema import Rows, Schema
+from conduit.tracing import Tracer
 
 __all__ = ["ExperiencePlane"]
-
-Counts = NDArray[np.int64]
 
 
 class ExperiencePlane:
@@ -58,14 +60,17 @@ class ExperiencePlane:
             surplus: right for a loss that is a mean over rows. ``"independent"`` gives each rank
             its own share of the draws: for BatchNorm that is not synchronised, per-rank statistics
             and in-batch contrast.
-        max_staleness: how many of the last commits a batch may ignore. Deliveries are synchronous
-            and ignore none, whatever is allowed.
+        max_staleness: how many of the last commits a batch may ignore: 0, the default, for a batch
+            of the newest rows, of which those that the last commit changed are fetched in
+            ``sample``; 1 or more to leave even these out.
         min_size: ``sample`` returns None on every rank while the buffer holds fewer rows.
         seed: of the draws.
         device: where rows and batches lie, CPU by default; rows on CUDA move over NCCL.
         group: the ranks that take part, by default all.
         timeout: how long a collective call waits for the other ranks.
         name: tells planes apart in errors, and gives each its own draws.
+        overlap: False to fetch everything inside ``sample``, as a reference. The batches are the
+            same.
 
     Raises:
         SchemaError: the example cannot be stored, or ranks gave different schemas.
@@ -90,6 +95,7 @@ class ExperiencePlane:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta = timedelta(minutes=5),
         name: str = "experience",
+        overlap: bool = True,
     ) -> None:
         self._failure: ConduitError | None = None
         self._closed = False
@@ -105,6 +111,7 @@ class ExperiencePlane:
                 example, ranks=world.size, rank=world.rank, capacity=capacity,
                 batch_size=batch_size, ingestion=ingestion, placement=placement, routing=routing,
                 max_staleness=max_staleness, min_size=min_size, seed=seed, name=name,
+                overlap=overlap,
             )
             self._configuration, self._layout = configuration, configuration.layout
             fingerprint = configuration.fingerprint()
@@ -127,10 +134,13 @@ class ExperiencePlane:
             raise
         batches, late, homewards = self._exchanges
         self._counters = Counters()
+        self._tracer = Tracer(rank=world.rank)
+        self._timeline = Timeline(self._tracer)
+        self._lane = lane_for(world.device, self._tracer)
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
         self._replay = Replay(
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
-            batch_rows=configuration.batch_size,
+            batch_rows=configuration.batch_size, max_staleness=configuration.max_staleness,
             draws=UniformDraws(
                 seed=configuration.seed, name=name, capacity=configuration.capacity,
                 global_rows=configuration.batch_size * world.size,
@@ -145,7 +155,7 @@ class ExperiencePlane:
             slabs=self._slabs, batches=BatchMaker(
                 self._layout.tree, rows=configuration.batch_size, device=world.device
             ),
-            counters=self._counters,
+            counters=self._counters, lane=self._lane, timeline=self._timeline,
         )
 
     # ---------------------------------------------------------------- local calls
@@ -214,7 +224,8 @@ class ExperiencePlane:
     def report(self) -> Report:
         """What the plane did and what it cost, on this rank."""
         counters, world = self._counters, self._world
-        traffic = self._exchanges[0].traffic
+        first, *others = (exchange.traffic for exchange in self._exchanges)
+        traffic = sum(others, start=first)
         return Report(
             name=self.name, rank=world.rank, ranks=world.size,
             hosts=len(np.unique(world.hosts)), device=str(world.device),
@@ -249,8 +260,8 @@ class ExperiencePlane:
         the caller's to keep. Returns None on every rank while the buffer holds fewer than
         ``min_size`` rows; raises EmptyError on every rank when it holds none and ``min_size`` is 0.
         """
-        begun = time.perf_counter_ns()
-        self._synchronise(Operation.SAMPLE)
+        self._timeline.enter()
+        gathered = self._synchronise(Operation.SAMPLE)
         size = self._directory.size
         if size == 0 and self.min_size == 0:
             raise EmptyError(
@@ -261,10 +272,11 @@ class ExperiencePlane:
         if size >= max(self.min_size, 1):
             try:
                 batch = self._deliveries.deliver(contiguous=contiguous)
+                if self._hides(gathered):
+                    self._deliveries.hide()
             except BaseException as error:
-                self._fail(error)
-                raise
-        self._counters.blocked_ns += time.perf_counter_ns() - begun
+                self._give_up(error)
+        self._counters.blocked_ns += self._timeline.leave()
         return batch
 
     def flush(self) -> None:
@@ -276,14 +288,14 @@ class ExperiencePlane:
     def agree(self, flag: int | bool) -> int:
         """The largest ``flag`` of all ranks, for decisions such as stopping early together."""
         begun = time.perf_counter_ns()
-        _, values = self._talk(Operation.AGREE, value=int(flag))
+        gathered = self._talk(Operation.AGREE, value=int(flag))
         self._counters.blocked_ns += time.perf_counter_ns() - begun
-        return int(values.max())
+        return int(gathered.value.max())
 
     def empty(self) -> None:
         """Forgets all rows, staged ones too. Logical indices go on and are never used again."""
         self._talk(Operation.EMPTY)
-        self._deliveries.clear()
+        self._drop_draft()
         self._replay.clear()
         self._directory.clear()
         self._shard.clear()
@@ -298,6 +310,7 @@ class ExperiencePlane:
         try:
             if self._failure is None and (self._world.size == 1 or dist.is_initialized()):
                 self._talk(Operation.CLOSE)
+                self._drop_draft()
         finally:
             self._free()
 
@@ -323,62 +336,102 @@ class ExperiencePlane:
                 cure=f"It failed: {self._failure}" if self._failure else "Make a new one",
             ) from self._failure
 
-    def _talk(self, operation: Operation, value: int = 0) -> tuple[Counts, Counts]:
+    def _talk(self, operation: Operation, value: int = 0) -> Gathered:
         """One control exchange; a failure is final for the plane."""
         self._begin(operation, value)
         return self._finish()
 
     def _begin(self, operation: Operation, value: int = 0) -> None:
         self._check_open()
-        directory = self._directory
+        directory, failure = self._directory, self._lane.failure
+        if failure is not None and isinstance(failure.__cause__, BrokenCallError):
+            self._give_up(failure)
         try:
             self._control.begin(
                 operation, staged=self._shard.staged, value=value, directory_end=directory.end,
                 directory_state=zlib.crc32(directory.held.data) if self._world.size > 1 else 0,
+                failed=STAGES.index(failure.stage) + 2 if failure is not None else 0,
+                step_us=self._timeline.step_us, fetch_us=self._timeline.fetch_us,
             )
         except ConduitError as error:
-            self._failure = error
-            raise
+            self._give_up(error)
 
-    def _finish(self) -> tuple[Counts, Counts]:
+    def _finish(self) -> Gathered:
         try:
-            return self._control.finish()
+            with self._timeline.span("control", CALL):
+                return self._control.finish()
         except BaseException as error:
-            self._fail(error)
+            # Other ranks are told here what failed on this one, and then it is raised.
+            self._give_up(self._lane.failure or error)
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """The plane is finished: a call that was cut short leaves this rank out of step."""
+        try:
+            raise_told(self._world, error)
+        except BaseException as told:
+            if isinstance(told, ConduitError):
+                self._failure = told
+            elif self._world.size > 1:
+                self._failure = WorldError(
+                    f"a call was cut short by {type(told).__name__}", rank=self._world.rank
+                )
+            if self._failure is not None:
+                # The lanes of other ranks may wait for rows from here.
+                self._deliveries.close()
+                self._exchanges[0].close()
+                self._world.close_lane()
             raise
 
-    def _fail(self, error: BaseException) -> None:
-        """The plane is finished: a call that was cut short leaves this rank out of step."""
-        if isinstance(error, ConduitError):
-            self._failure = error
-        elif self._world.size > 1:
-            self._failure = WorldError(
-                f"a call was cut short by {type(error).__name__}", rank=self._world.rank
-            )
-
-    def _synchronise(self, operation: Operation) -> None:
-        """Commits what all ranks staged."""
-        if self._world.size == 1:
-            self._check_open()
-            if self._shard.staged:
-                self._commits.commit_alone()
-            return
-        self._begin(operation)
+    def _drop_draft(self) -> None:
+        """Collective. Ends what is being fetched."""
         try:
+            self._deliveries.clear()
+        except BaseException as error:
+            self._give_up(error)
+
+    def _hides(self, gathered: Gathered | None) -> bool:
+        """Whether the next batch is to be fetched on the lane: the same on all ranks."""
+        if not self._configuration.overlap:
+            return False
+        timeline = self._timeline
+        if gathered is None:
+            return timeline.hides(np.array([timeline.step_us]), np.array([timeline.fetch_us]))
+        return timeline.hides(gathered.step_us, gathered.fetch_us)
+
+    def _synchronise(self, operation: Operation) -> Gathered | None:
+        """Commits what all ranks staged. What they brought along; None in a world of one."""
+        self._check_open()
+        deliveries, alone = self._deliveries, self._world.size == 1
+        try:
+            deliveries.settle()
+        except StageError as error:
+            if alone:
+                self._give_up(error)
+        try:
+            if alone:
+                if self._shard.staged:
+                    if self._configuration.max_staleness:
+                        deliveries.begin()
+                    self._commits.commit_alone()
+                return None
+            self._begin(operation)
             # While control records are on their way: most of the next batch, or all of it if
             # nothing was staged anywhere. (NCCL would hang in what other ranks never join: there
             # it waits until all have said that they are in the same call.)
             ahead = self._world.device.type == "cpu"
             if ahead:
-                self._deliveries.begin()
-            staged, _ = self._finish()
+                deliveries.begin()
+            gathered = self._finish()
             if not ahead:
-                self._deliveries.begin()
-            if np.count_nonzero(staged):
-                self._commits.commit(staged, fence=lambda: self._talk(Operation.FENCE))
+                deliveries.begin()
+            if np.count_nonzero(gathered.staged):
+                with self._timeline.span("commit", CALL):
+                    self._commits.commit(
+                        gathered.staged, fence=lambda: self._talk(Operation.FENCE)
+                    )
+            return gathered
         except BaseException as error:
-            self._fail(error)
-            raise
+            self._give_up(error)
 
     def _free(self) -> None:
         self._closed = True

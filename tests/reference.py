@@ -202,8 +202,9 @@ class Job:
 
     ``live`` are the rows, oldest first; ``staged[r]`` the values that rank r staged; ``batch`` the
     number of the next batch. ``sample`` returns for every rank its rows in order. A draft is
-    fetched before the first commit after it was made, what is late in it when it is delivered;
-    ``moved[a, b]`` counts the rows that b fetches from a.
+    fetched before the first commit after it was made, or ``hidden`` at once, what is late in it
+    when it is delivered, unless no more than ``max_staleness`` commits came after it; ``moved[a,
+    b]`` counts the rows that b fetches from a.
     """
 
     capacity: int
@@ -213,6 +214,8 @@ class Job:
     routing: str = "exchangeable"
     seed: int = 0
     name: str = "experience"
+    hidden: bool = False
+    max_staleness: int = 0
     live: list[LiveRow] = field(default_factory=list)
     end: int = 0
     origin: int = 0
@@ -224,6 +227,7 @@ class Job:
     staged: list[list[int]] = field(init=False)
     _draft: tuple[list[LiveRow], list[int]] | None = None
     _fetched: bool = False
+    _ignored: int = 0
 
     def __post_init__(self) -> None:
         self.staged = [[] for _ in self.quotas]
@@ -233,6 +237,7 @@ class Job:
         if self._draft is not None and not self._fetched:
             self._fetch(*self._draft)
             self._fetched = True
+        self._ignored += any(self.staged)
         plan = placed(
             [len(rows) for rows in self.staged], [row.holder for row in self.live], self.quotas,
             self.capacity,
@@ -268,6 +273,8 @@ class Job:
         if self._draft is None:
             learners = self._route(rows)
             self._fetch(rows, learners)
+        elif self._ignored <= self.max_staleness:
+            rows, learners = self._draft
         else:
             drafted, learners = self._draft
             late = [
@@ -279,7 +286,10 @@ class Job:
         self.batch += 1
         # The next batch is drafted over what is committed now.
         following = self.draws()
-        self._draft, self._fetched = (following, self._route(following)), False
+        self._draft, self._fetched = (following, self._route(following)), self.hidden
+        self._ignored = 0
+        if self.hidden:
+            self._fetch(*self._draft)
         return [
             [row for row, learner in zip(rows, learners, strict=True) if learner == rank]
             for rank in range(len(self.quotas))

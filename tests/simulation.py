@@ -270,5 +270,6 @@ class Simulation:
         )
         opened = world.open_windows(1, words=2 * (1 + self.size) * RECORD_WORDS)
         world.windows = opened[0] if opened else None
+        world.add_lane(self.group())  # type: ignore[arg-type]
         return world
 

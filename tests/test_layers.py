@@ -14,7 +14,7 @@ import conduit
 ROOT = Path(conduit.__file__).parent
 # From the bottom up: a module imports only from its own layer and from those before it.
 LAYERS = [
-    {"errors", "rows", "fields", "blocks", "schema", "metrics"},
+    {"errors", "rows", "fields", "blocks", "schema", "metrics", "tracing"},
     {"collectives", "tiers"}, {"edp"}, {"sched"},
     {"configuration", "creation", "plane"}, {"__init__", "tools"}, {"__main__"},
 ]

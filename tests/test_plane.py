@@ -854,11 +854,12 @@ def test_blocked_time_is_the_time_in_collective_calls() -> None:
     assert plane.report().blocked_ms > flushed
 
 
-def test_who_keeps_batches_pays_for_them() -> None:
-    plane = filled()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_keeps_batches_pays_for_them(overlap: bool) -> None:
+    plane = filled(overlap=overlap)
     for _ in range(20):
         plane.sample()
-    assert plane.report().fresh_slabs == 1
+    assert plane.report().fresh_slabs <= 1 + overlap
     kept = [sampled(plane) for _ in range(10)]
     copies = [batch.clone() for batch in kept]
     fresh = plane.report().fresh_slabs
@@ -867,7 +868,8 @@ def test_who_keeps_batches_pays_for_them() -> None:
         plane.sample()
     for batch, copy in zip(kept, copies, strict=True):
         assert_batch(batch, numbers_of(copy), copy["index"].tolist())
-    assert plane.report().fresh_slabs <= fresh + 1
+    # One more where the next batch is fetched while both the last and the one before are in use.
+    assert plane.report().fresh_slabs <= fresh + 1 + overlap
 
 
 def test_a_plane_that_is_dropped_gives_its_memory_back_at_once() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from conduit.collectives.agreement import Decisions
-from conduit.collectives.exchange import Observe, RowExchange, Traffic
+from conduit.collectives.exchange import Observe, RowExchange
 from conduit.collectives.shared import Windows
 from conduit.collectives.transports import AllToAll, Network, PointToPoint, Rail
 from conduit.collectives.watch import raise_missing
@@ -39,7 +39,7 @@ def open_exchanges(
     world: World, row_bytes: int, *, count: int, trial_rows: int, decisions: Decisions,
     transport: str = "auto", observe: Observe | None = None,
 ) -> list[RowExchange]:
-    """Collective. ``count`` exchanges, which keep one account.
+    """Collective. ``count`` exchanges; the first is for the lane.
 
     ``trial_rows`` is how many rows a rank sends in a typical exchange. ``transport`` is "network"
     for ranks that share no memory even where they could, or the name of the transport between
@@ -58,7 +58,6 @@ def _open(
     windows: list[Windows] | None = None
     if transport != "network" and world.device.type == "cpu" and world.size > 1:
         windows = world.open_windows(count, words=1 + world.size)
-    traffic = Traffic(ranks=world.size)
     makers = candidates(world, shared=windows is not None)
     if transport in TRANSPORTS[3:] and makers:
         if transport not in makers:
@@ -78,9 +77,10 @@ def _open(
     decisions.decide("transport", f"{chosen} of {times} us")
     return [
         RowExchange(
-            world, row_bytes, windows=windows[i] if windows is not None else None,
-            traffic=traffic, network=makers[chosen](i) if makers else None, observe=observe,
-        ) for i in range(count)
+            where, row_bytes, windows=windows[i] if windows is not None else None,
+            network=candidates(where, shared=windows is not None)[chosen](i) if makers else None,
+            observe=observe, on_lane=i == 0,
+        ) for i, where in enumerate([world.lane or world, *[world] * (count - 1)])
     ]
 
 

@@ -12,7 +12,7 @@ Either way the plane is finished: a Gloo group is dead after a timeout.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import DesyncError, WorldError
 
-__all__ = ["FINGERPRINT", "Control", "Operation"]
+__all__ = ["FINGERPRINT", "STAGES", "Control", "Gathered", "Operation"]
 
 Counts = NDArray[np.int64]
 
-FORMAT = 2
+FORMAT = 3
 """Changes whenever the meaning of the record does: ranks of different versions must not mix."""
 
 
@@ -47,16 +47,29 @@ class Operation(IntEnum):
 
 FINGERPRINT = (
     "batch_size", "capacity", "schema", "seed", "routing", "max_staleness", "min_size",
-    "placement", "staging", "name",
+    "placement", "staging", "name", "overlap",
 )
 """Configuration that must be equal on all ranks."""
 
 AGREED = (
     "format", *FINGERPRINT, "operation", "number", "directory_end", "directory_state", "decisions",
 )
-FIELDS = (*AGREED, "staged", "failed", "value")
+FIELDS = (*AGREED, "staged", "failed", "value", "step_us", "fetch_us")
 _OPERATION, _NUMBER = FIELDS.index("operation"), FIELDS.index("number")
-_STAGED, _FAILED, _VALUE = range(len(AGREED), len(FIELDS))
+_STAGED, _FAILED, _VALUE, _STEP, _FETCH = range(len(AGREED), len(FIELDS))
+
+STAGES = ("draw", "gather", "exchange")
+"""What a rank can have failed in, beside the call itself."""
+
+
+class Gathered(NamedTuple):
+    """What all ranks brought along, int64 ``[ranks]`` each: rows staged, a value of the call, the
+    learner's time before the call and the time that the last batch took, in microseconds."""
+
+    staged: Counts
+    value: Counts
+    step_us: Counts
+    fetch_us: Counts
 
 
 class Control:
@@ -77,26 +90,24 @@ class Control:
         """Local. Lets go of the connections."""
         self._carrier = None
 
-    def exchange(
-        self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
-        directory_end: int = 0, directory_state: int = 0,
-    ) -> tuple[Counts, Counts]:
+    def exchange(self, operation: Operation, **brought: int) -> Gathered:
         """``begin`` and ``finish`` in one."""
-        self.begin(
-            operation, staged=staged, value=value, failed=failed, directory_end=directory_end,
-            directory_state=directory_state,
-        )
+        self.begin(operation, **brought)
         return self.finish()
 
     def begin(
-        self, operation: Operation, *, staged: int = 0, value: int = 0, failed: bool = False,
-        directory_end: int = 0, directory_state: int = 0,
+        self, operation: Operation, *, staged: int = 0, value: int = 0, failed: int = 0,
+        directory_end: int = 0, directory_state: int = 0, step_us: int = 0, fetch_us: int = 0,
     ) -> None:
-        """Sends this rank's record; what needs no answer can be done before ``finish``."""
+        """Sends this rank's record; what needs no answer can be done before ``finish``.
+
+        ``failed`` is 0, 1 for a failure in the call itself, or 2 more than the number of the stage
+        in which this rank failed before it.
+        """
         # Filled in before the call counts: a value that is no int64 raises here, and is no call.
         self._record[_OPERATION:] = (
             operation, self.number + 1, directory_end, directory_state, self.decisions.hash,
-            staged, failed, value,
+            staged, failed, value, step_us, fetch_us,
         )
         self.number += 1
         self._operation = operation
@@ -106,14 +117,14 @@ class Control:
             except TRANSPORT_ERRORS as error:
                 raise_missing(self._world, self._call(), error)
 
-    def finish(self) -> tuple[Counts, Counts]:
-        """All ranks' ``staged`` and ``value``, int64 ``[ranks]`` each.
+    def finish(self) -> Gathered:
+        """What all ranks brought along.
 
         Raises DesyncError when ranks differ in anything they must agree on, TimeoutError or
         WorldError when one does not come, WorldError when one says that it ``failed``.
         """
         if self._world.size == 1:
-            return self._record[None, _STAGED].copy(), self._record[None, _VALUE].copy()
+            return _gathered(self._record[None])
         assert self._carrier is not None
         try:
             got = self._carrier.finish()
@@ -121,14 +132,16 @@ class Control:
             raise_missing(self._world, self._call(), error)
         if np.count_nonzero(got[:, _FAILED]):
             who = np.flatnonzero(got[:, _FAILED]).tolist()
+            stages = {STAGES[code - 2] for code in got[who, _FAILED].tolist() if code > 1}
+            where = f" in stage {', '.join(map(repr, sorted(stages)))}" if stages else ""
             raise WorldError(
-                f"{self._world.told(who)} failed before {self._call()}", rank=self._world.rank,
-                cure="See the error raised there",
+                f"{self._world.told(who)} failed{where} before {self._call()}",
+                rank=self._world.rank, cure="See the error raised there",
             )
         agreed = got[:, :_STAGED]
         if np.count_nonzero(agreed != agreed[0]):
             self._refuse(agreed)
-        return got[:, _STAGED].copy(), got[:, _VALUE].copy()
+        return _gathered(got)
 
     def _call(self) -> str:
         return f"{self._operation.name.lower()} (call {self.number})"
@@ -190,6 +203,11 @@ class Control:
         dist.all_to_all_single(
             torch.from_numpy(out), torch.from_numpy(sent), group=self._world.control
         )
+
+
+def _gathered(records: NDArray[np.int64]) -> Gathered:
+    kept = records[:, _STAGED:].T.copy()
+    return Gathered(kept[0], kept[_VALUE - _STAGED], kept[_STEP - _STAGED], kept[_FETCH - _STAGED])
 
 
 def _operation_name(code: int) -> str:

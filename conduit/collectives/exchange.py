@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from conduit.collectives.boxes import Box
 from conduit.collectives.shared import Windows
 from conduit.collectives.transports import Network, Parcel, PointToPoint, Transfer
-from conduit.collectives.watch import raise_missing
+from conduit.collectives.watch import raise_broken, raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import WorldError
 
@@ -32,6 +33,7 @@ __all__ = ["InFlight", "RowExchange", "Traffic"]
 Counts = NDArray[np.int64]
 Take = Callable[[Tensor, int], None]
 Observe = Callable[[int, int, int, int], None]
+Lost = Callable[[World, str, Exception], NoReturn]
 
 _CHUNK_BYTES = 64 << 20
 _UNSHARED_TAG = 100
@@ -40,7 +42,7 @@ _OBSERVED = 4
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What one rank really sent and received in all its exchanges, int64 ``[ranks]`` each.
+    """What one rank really sent and received in its exchanges, int64 ``[ranks]`` each.
 
     ``unshared_calls`` are those whose rows went to this host's ranks over the network as well,
     for lack of shared memory.
@@ -56,6 +58,13 @@ class Traffic:
         self.sent_rows = np.zeros(self.ranks, dtype=np.int64)
         self.received_rows = np.zeros(self.ranks, dtype=np.int64)
 
+    def __add__(self, other: Traffic) -> Traffic:
+        both = Traffic(ranks=self.ranks, calls=self.calls + other.calls,
+                       unshared_calls=self.unshared_calls + other.unshared_calls)
+        both.sent_rows += self.sent_rows + other.sent_rows
+        both.received_rows += self.received_rows + other.received_rows
+        return both
+
 
 class RowExchange:
     """One exchange after another, each begun by all ranks and finished by all.
@@ -63,20 +72,20 @@ class RowExchange:
     Its outgoing rows lie in ``windows``, where the ranks of this host share memory. They are
     replaced only when the others have read them, which they have once they come to the next
     exchange. ``observe`` is told what real transfers took: sending rank, receiving rank, bytes,
-    nanoseconds.
+    nanoseconds. One ``on_lane`` raises BrokenCallError where others find out who is missing.
     """
 
     def __init__(
         self, world: World, row_bytes: int, *, windows: Windows | None = None,
-        network: Network | None = None, traffic: Traffic | None = None,
-        observe: Observe | None = None,
+        network: Network | None = None, observe: Observe | None = None, on_lane: bool = False,
     ) -> None:
         self._observe = observe
         self._world, self.row_bytes = world, row_bytes
+        self._lost = raise_broken if on_lane else raise_missing
         self._network = network
         if network is None and world.data is not None:
             self._network = PointToPoint(world, tag=0)
-        self.traffic = traffic if traffic is not None else Traffic(ranks=world.size)
+        self.traffic = Traffic(ranks=world.size)
         self._box = Box(
             row_bytes, ranks=world.size, device=world.device, timeout=world.timeout,
             windows=windows, relayed=self._network is not None and self._network.name == "rail",
@@ -96,7 +105,7 @@ class RowExchange:
         try:
             return self._box.reserve(rows)
         except TRANSPORT_ERRORS as error:
-            raise_missing(self._world, what, error)
+            self._lost(self._world, what, error)
 
     def begin(
         self, counts: Counts, out_counts: Counts, *, what: str, chunk_bytes: int | None = None,
@@ -149,7 +158,9 @@ class RowExchange:
         traffic.unshared_calls += box.private and len(box.near) > 0
         traffic.sent_rows += counts
         traffic.received_rows += out_counts
-        return InFlight(world, parcel, transfer, failure, what, begun_ns, self._observe)
+        return InFlight(
+            world, parcel, transfer, failure, what, begun_ns, self._observe, self._lost
+        )
 
     def _send_near(self, parcel: Parcel) -> None:
         """Sends what the ranks near would read in shared memory, if there were any left."""
@@ -179,11 +190,11 @@ class InFlight:
 
     def __init__(
         self, world: World, parcel: Parcel, transfer: Transfer | None, failure: Exception | None,
-        what: str, begun_ns: int, observe: Observe | None,
+        what: str, begun_ns: int, observe: Observe | None, lost: Lost,
     ) -> None:
         self._begun_ns, self._observe = begun_ns, observe
         self._world, self._parcel, self._transfer = world, parcel, transfer
-        self._failure, self._what = failure, what
+        self._failure, self._what, self._lost = failure, what, lost
 
     def issue(self) -> bool:
         """Sends the next chunk; False if all are on their way."""
@@ -219,7 +230,7 @@ class InFlight:
                 elif len(parcel.inbox):
                     take(parcel.inbox, 0)
         except TRANSPORT_ERRORS as error:
-            raise_missing(self._world, self._what, error)
+            self._lost(self._world, self._what, error)
         self._parcel.box.done()
 
     def _tell(self, arrived_ns: dict[int, int], waiting_ns: int, observe: Observe) -> None:

@@ -1,9 +1,10 @@
 """The process groups of a plane: its own, over its own place in the job's store.
 
-A plane has three: *control* (pure Gloo, for the small exchange that begins every collective call),
-*watch* (pure Gloo, silent until a call fails, then used to find out who is missing) and *data*
-(Gloo for CPU, NCCL for CUDA), so that Conduit's traffic never shares a group, and therefore an
-order, with the user's.
+A plane has four: *control* (pure Gloo, for the small exchange that begins every collective call),
+*watch* (pure Gloo, silent until a call fails, then used to find out who is missing), *data*
+(Gloo for CPU, NCCL for CUDA) and *lane* (on CPU, for the worker thread; on CUDA data once more,
+since its work is issued by the same thread), so that Conduit's traffic never shares a group, and
+therefore an order, with the user's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _made: dict[tuple[int, ...], int] = {}
 def make_groups(
     ranks: list[int], rank: int, device: torch.device, timeout: timedelta
 ) -> list[dist.ProcessGroup]:
-    """The groups control, watch and data on these ranks of the job.
+    """The groups control, watch, data and lane on these ranks of the job.
 
     Raises TimeoutError naming the ranks that did not come, WorldError if all did and it failed.
     """
@@ -49,8 +50,12 @@ def make_groups(
             for name in ("control", "watch")
         )
         if device.type == "cuda":
-            return [control, watch, _nccl_group(f"data {number}", ranks, timeout)]
-        return [control, watch, _gloo_group(f"data {number}", ranks, timeout, devices)]
+            data = _nccl_group(f"data {number}", ranks, timeout)
+            return [control, watch, data, data]
+        data, lane = (
+            _gloo_group(f"{name} {number}", ranks, timeout, devices) for name in ("data", "lane")
+        )
+        return [control, watch, data, lane]
     except TRANSPORT_ERRORS as error:
         missing = [peer for peer in range(len(ranks)) if not here.check([str(peer)])]
         if missing:

@@ -19,10 +19,23 @@ import torch.distributed as dist
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import TimeoutError, WorldError
 
-__all__ = ["raise_missing"]
+__all__ = ["BrokenCallError", "raise_broken", "raise_missing"]
 
 _GRACE = timedelta(seconds=3)
-_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "refused")
+_CLOSED = ("closed by peer", "reset by peer", "BrokenCallError pipe", "refused")
+
+
+class BrokenCallError(RuntimeError):
+    """A call failed away from the training thread, which alone can find out who is missing."""
+
+    def __init__(self, call: str, cause: Exception) -> None:
+        super().__init__(f"{call}: {cause}")
+        self.call, self.cause = call, cause
+
+
+def raise_broken(world: World, call: str, cause: Exception) -> NoReturn:
+    """In place of :func:`raise_missing` where another thread may use the watch group."""
+    raise BrokenCallError(call, cause) from cause
 
 
 def raise_missing(world: World, call: str, cause: Exception) -> NoReturn:

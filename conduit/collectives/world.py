@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -36,10 +36,12 @@ RECORD_WORDS = 32
 class World:
     """Ranks ``0 .. size-1`` of one plane; ``hosts[r]`` numbers the host of rank r by first rank.
 
-    ``numbers[r]`` is what rank r is called in the job, where that is another number. In a world of
-    one the groups are None and nothing is ever sent. ``windows`` is memory shared with the other
-    ranks of this host, None where there are none or it cannot be had. ``leaders`` is the group of
-    the first ranks of the hosts, made for those ranks where the control exchange has two levels.
+    ``lane`` is the same world for what runs beside the training thread: its ``data`` is a group of
+    its own. ``numbers[r]`` is what rank r is called in the job, where that is another number. In a
+    world of one the groups are None and nothing is ever sent. ``windows`` is memory shared with the
+    other ranks of this host, None where there are none or it cannot be had. ``leaders`` is the
+    group of the first ranks of the hosts, made for those ranks where the control exchange has two
+    levels.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class World:
     control: dist.ProcessGroup | None = None
     watch: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
+    lane: World | None = None
     leaders: dist.ProcessGroup | None = None
     windows: Windows | None = None
     two_level: bool = False
@@ -92,7 +95,7 @@ class World:
         if size == 1:
             return cls.alone(device, timeout)
         ranks = dist.get_process_group_ranks(base)
-        control, watch, data = make_groups(ranks, dist.get_rank(base), device, timeout)
+        control, watch, data, lane = make_groups(ranks, dist.get_rank(base), device, timeout)
         world = cls(
             rank=dist.get_rank(base), size=size, device=device, timeout=timeout,
             hosts=np.zeros(size, dtype=np.int64), control=control, watch=watch, data=data,
@@ -105,7 +108,17 @@ class World:
                 "a rank was lost while the plane was made", rank=dist.get_rank(base),
                 cure=f"The transport said: {str(error).splitlines()[0]}",
             ) from error
+        world.add_lane(lane)
         return world
+
+    def add_lane(self, group: dist.ProcessGroup) -> None:
+        """Gives the world its lane, once all else is known."""
+        self.lane = replace(self, data=group)
+
+    def close_lane(self) -> None:
+        """Local. Lets go of the lane's connections, so that lanes elsewhere that wait end."""
+        if self.lane is not None:
+            self.lane.data = None
 
     def _find_hosts(self, ranks: list[int]) -> None:
         """Collective. Who is on which host, memory shared in it, and how hosts talk."""
@@ -162,6 +175,10 @@ class World:
 
     def close(self) -> None:
         """Local. Gives up the plane's own groups and the memory that it shares."""
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            lane.windows = None  # the same as here
+            lane.close()
         made = self.control, self.watch, self.data, self.leaders
         self.control = self.watch = self.data = self.leaders = None
         if self.windows is not None:

@@ -21,8 +21,9 @@ class Directory:
     """Holders of the live rows, the last ``capacity`` rows of the logical order.
 
     ``end`` is the next logical index, ``size`` the number of live rows, ``held`` (int64
-    ``[ranks]``) how many of them each rank holds. A live row's *position* is its index modulo
-    capacity, counted from the index at which the buffer was last empty.
+    ``[ranks]``) how many of them each rank holds, ``commits`` counts appends. A live row's
+    *position* is its index modulo capacity, counted from the index at which the buffer was last
+    empty.
     """
 
     def __init__(self, *, capacity: int, ranks: int) -> None:
@@ -32,7 +33,7 @@ class Directory:
         self._ring: NDArray[np.unsignedinteger[Any]]
         self._ring = np.zeros(capacity, dtype=np.uint8 if ranks <= 256 else np.uint16)
         self._origin = 0
-        self.end, self.size = 0, 0
+        self.end, self.size, self.commits = 0, 0, 0
         self.held = np.zeros(ranks, dtype=np.int64)
 
     @property
@@ -58,6 +59,7 @@ class Directory:
         ``skipped`` indices before them are used up by rows that were never stored; ``lost`` is
         what ``evicted`` said, ``arriving`` the sum of ``counts`` by holder.
         """
+        self.commits += 1
         self.held += arriving
         self.held -= lost
         self.end += skipped
@@ -72,6 +74,7 @@ class Directory:
 
     def append_alone(self, rows: int) -> int:
         """``append`` of ``rows`` in a world of one; returns how many of them are skipped."""
+        self.commits += 1
         self.end += rows
         self.size = min(self.size + rows, self.capacity)
         self.held[0] = self.size

@@ -1,4 +1,19 @@
-"""A delivery, stage by stage: draft, fetch, late rows, views."""
+"""A delivery, stage by stage: draw and route, gather, exchange, late rows, views.
+
+[Note: what hides, and what waits for what]
+A draft goes through three stages. *draw* draws and routes it and looks up where its rows lie;
+*gather* gathers the rows that others want, sends them, gathers those that lie here, and makes the
+views; *exchange* waits for the rows of others and puts them in their places. All three run on the
+lane from the moment the batch before is handed over, or, when that would hide nothing (see
+``timeline.py``), within the next call while control records are on their way. The batch is the
+same.
+
+Before a commit, the training thread waits for *gather*. So a stage on the lane reads the directory
+and the shard only while nothing changes them, and no row of a draft can be replaced before it is
+read. After the commit it fetches late rows, and waits for *exchange*.
+
+The lane's exchange of rows and that of late rows each have a process group of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +30,9 @@ from conduit.edp.delivery import Ahead, Delivery, Late, Replay
 from conduit.metrics import Counters
 from conduit.sched.batch import BatchMaker
 from conduit.sched.fetch import Fetch, Wanted, put
+from conduit.sched.lanes import Lane, Ticket
 from conduit.sched.slabs import Slab, SlabPool
+from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
 
 __all__ = ["Deliveries"]
@@ -35,40 +52,59 @@ class _Pending(NamedTuple):
 
 
 class Deliveries:
-    """Turns what the sampler deals into this rank's batches.
-
-    A draft is fetched before the commit that may change it, so its rows are still there, and the
-    exchange of rows overlaps that of control records. What the commit changes is fetched after it.
-    """
+    """Turns what the sampler deals into this rank's batches."""
 
     def __init__(
         self, *, replay: Replay, shard: Shard, exchange: RowExchange, late_exchange: RowExchange,
-        slabs: SlabPool, batches: BatchMaker, counters: Counters,
+        slabs: SlabPool, batches: BatchMaker, counters: Counters, lane: Lane, timeline: Timeline,
     ) -> None:
         self._replay, self._shard = replay, shard
         self._slabs, self._batches, self._counters = slabs, batches, counters
+        self._lane, self._timeline = lane, timeline
         self._fetch = Fetch(shard, exchange, counters, what="exchanging the rows of a batch")
         self._late = Fetch(shard, late_exchange, counters, what="exchanging late rows")
+        self._draft: Delivery | None = None
         self._pending: _Pending | None = None
+        # What waits for the stages gather and exchange of a draft on the lane.
+        self._gathered: Ticket | None = None
+        self._exchanged: Ticket | None = None
         # The batches known ahead, and what each of them takes.
         self._known: Ahead | None = None
         self._wanted: list[Wanted] = []
 
+    def hide(self) -> None:
+        """Collective. Begins the next batch on the lane, as far as it is known now."""
+        lane = self._lane
+        lane.run("draw", self._draw)
+        self._gathered = lane.run("gather", self._gather)
+        self._exchanged = lane.run("exchange", self._fetch.finish)
+
+    def settle(self) -> None:
+        """Local. Returns when the lane no longer reads what a commit changes. Raises StageError.
+        """
+        if self._gathered is not None:
+            with self._timeline.span("wait for gather", CALL):
+                self._gathered.wait()
+            self._gathered = None
+
     def begin(self) -> None:
-        """Collective. Begins to fetch the next batch as far as it is known before a commit."""
-        draft = self._replay.draft()
-        if draft is not None:
-            self._pending = self._begin(draft)
+        """Collective. Begins the next batch before a commit, unless the lane already has."""
+        if self._exchanged is None:
+            with self._timeline.span("fetch", CALL):
+                self._draw()
+                self._gather()
 
     def deliver(self, *, contiguous: bool) -> TensorDict:
         """Collective. This rank's rows of the next global batch, as views or ``contiguous`` copies.
         """
-        delivery = self._replay.deal()
+        with self._timeline.span("deal", CALL):
+            delivery = self._replay.deal()
+        if self._pending is None:
+            with self._timeline.span("fetch", CALL):
+                self._pending = self._begin(delivery)
         pending, self._pending = self._pending, None
-        if pending is None:
-            pending = self._begin(delivery)
         if delivery.late is None:
-            self._fetch.finish()
+            self._await_rows()
         else:
             self._add_late(delivery.late, pending)
         counters = self._counters
@@ -83,26 +119,43 @@ class Deliveries:
 
     def clear(self) -> None:
         """Collective. Drops the batch that is being fetched."""
-        self._fetch.finish()
-        self._pending = None
+        self._await_rows()
+        self._draft = self._pending = None
 
     def close(self) -> None:
         """Local. Drops it without waiting for anyone."""
+        self._lane.close()
         self._fetch.abandon()
         self._late.abandon()
-        self._pending = None
+        self._draft = self._pending = None
+
+    def _draw(self) -> None:
+        self._draft = self._replay.draft()
+        if self._draft is not None:
+            self._locate(self._draft.ahead)
+
+    def _gather(self) -> None:
+        if self._draft is not None:
+            self._pending = self._begin(self._draft)
+            self._draft = None
+
+    def _await_rows(self) -> None:
+        """Returns when the rows of others are in their places."""
+        exchanged, self._exchanged = self._exchanged, None
+        if exchanged is None:
+            self._fetch.finish()
+        else:
+            with self._timeline.span("wait for exchange", CALL):
+                exchanged.wait()
 
     def _begin(self, delivery: Delivery) -> _Pending:
-        if delivery.ahead is not self._known:
-            self._known, self._wanted = delivery.ahead, self._locate(delivery.ahead)
+        self._locate(delivery.ahead)
         slab = self._slabs.take()
         self._fetch.begin(self._wanted[delivery.row], slab.records)
         # While rows are on their way:
         columns, batch = slab.batch(self._batches.prepare)
-        indices = delivery.ahead.indices[delivery.row]
-        if delivery.ahead.transfers is not None:
-            indices = indices.copy()  # late rows will change it
-        return _Pending(slab, indices, columns, batch)
+        # Late rows will change them.
+        return _Pending(slab, delivery.ahead.indices[delivery.row].copy(), columns, batch)
 
     def _add_late(self, late: Late, pending: _Pending) -> None:
         """Fetches late rows and puts them in their seats."""
@@ -111,28 +164,36 @@ class Deliveries:
         records = self._shard.layout.records(block)
         moves = late.transfers
         slots = self._shard.slots(late.indices)
-        slots[moves.receive] = 0
-        self._late.begin(
-            Wanted(
-                slots, moves.receive, moves.receive_counts[0], self._shard.slots(late.send),
-                moves.send_counts[0], moves.moved[0],
-            ), records,
-        )
-        self._fetch.finish()
-        self._late.finish()
-        put(records, pending.slab.records, late.seats)
+        with self._timeline.span("late rows", CALL):
+            if moves is None:
+                wanted = Wanted(slots, *_NO_MOVES)
+            else:
+                slots[moves.receive] = 0
+                wanted = Wanted(
+                    slots, moves.receive, moves.receive_counts[0], self._shard.slots(late.send),
+                    moves.send_counts[0], moves.moved[0],
+                )
+            self._late.begin(wanted, records)
+        self._await_rows()
+        with self._timeline.span("late rows", CALL):
+            self._late.finish()
+            put(records, pending.slab.records, late.seats)
         pending.indices[late.seats] = late.indices
 
-    def _locate(self, ahead: Ahead) -> list[Wanted]:
+    def _locate(self, ahead: Ahead) -> None:
         """Where the rows of some deliveries lie: all at once, which is cheaper than one by one."""
+        if ahead is self._known:
+            return
         slots, moves = self._shard.slots(ahead.indices), ahead.transfers
+        self._known = ahead
         if moves is None:
-            return [Wanted(row, *_NO_MOVES) for row in slots]
+            self._wanted = [Wanted(row, *_NO_MOVES) for row in slots]
+            return
         assert ahead.send is not None
         slots.reshape(-1)[moves.receive] = 0
         send_slots = self._shard.slots(ahead.send)
         places = moves.receive % slots.shape[1]
-        return [
+        self._wanted = [
             Wanted(
                 slots[row], places[moves.receive_bounds[row] : moves.receive_bounds[row + 1]],
                 moves.receive_counts[row],

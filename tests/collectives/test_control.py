@@ -31,11 +31,13 @@ def test_every_rank_gets_what_every_rank_brought() -> None:
         controls = controls_of(world)
         for call in range(1, 4):
             results = world.run(lambda rank, call=call: controls[rank].exchange(
-                Operation.SAMPLE, staged=10 * call + rank, value=-rank
+                Operation.SAMPLE, staged=10 * call + rank, value=-rank, step_us=5 + rank,
+                fetch_us=50 * rank,
             ))
-            for staged, values in results:
-                assert staged.tolist() == [10 * call, 10 * call + 1, 10 * call + 2]
-                assert values.tolist() == [0, -1, -2]
+            for got in results:
+                assert got.staged.tolist() == [10 * call, 10 * call + 1, 10 * call + 2]
+                assert got.value.tolist() == [0, -1, -2]
+                assert (got.step_us.tolist(), got.fetch_us.tolist()) == ([5, 6, 7], [0, 50, 100])
             assert {control.number for control in controls} == {call}
 
 
@@ -44,7 +46,7 @@ def test_what_was_got_is_not_changed_by_the_next_exchange() -> None:
         controls = controls_of(world)
         first = world.run(lambda rank: controls[rank].exchange(Operation.FLUSH, staged=rank))
         world.run(lambda rank: controls[rank].exchange(Operation.FLUSH, staged=50))
-        assert [staged.tolist() for staged, _ in first] == [[0, 1], [0, 1]]
+        assert [got.staged.tolist() for got in first] == [[0, 1], [0, 1]]
 
 
 def test_nobody_waits_before_finish() -> None:
@@ -57,7 +59,7 @@ def test_nobody_waits_before_finish() -> None:
             assert rank == 0 or begun.wait(10)
             controls[rank].begin(Operation.AGREE, value=rank + 7)
             begun.set()
-            values: list[int] = controls[rank].finish()[1].tolist()
+            values: list[int] = controls[rank].finish().value.tolist()
             return values
 
         assert world.run(call) == [[7, 8], [7, 8]]
@@ -68,8 +70,8 @@ def test_alone_there_is_nobody_to_ask() -> None:
         rank=0, size=1, device=CPU, timeout=timedelta(seconds=5), hosts=torch.zeros(1).numpy()
     )
     control = Control(world, ALIKE)
-    staged, values = control.exchange(Operation.SAMPLE, staged=3, value=9)
-    assert (staged.tolist(), values.tolist()) == ([3], [9])
+    got = control.exchange(Operation.SAMPLE, staged=3, value=9)
+    assert (got.staged.tolist(), got.value.tolist()) == ([3], [9])
 
 
 def refused(world: Simulation, controls: list[Control], *calls: dict[str, Any]) -> list[Any]:

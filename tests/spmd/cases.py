@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 import conduit
 import conduit.collectives.world
+from conduit.sched.timeline import Timeline
 from conduit.schema import Field
 from tests.simulation import no_links
 from tests.spmd.ranks import Rank
@@ -70,12 +71,14 @@ class Rows:
 def make_plane(
     rank: Rank, example: Any, *, capacity: int | str, batch_rows: int,
     placement: str = "balanced", quotas: Sequence[int] = (), staging_rows: int | None = None,
-    hosts: Sequence[int] | None = None, **more: Any,
+    hosts: Sequence[int] | None = None, hidden: bool = False, **more: Any,
 ) -> conduit.ExperiencePlane:
     """A plane with a placement of the library, or with one of our ``"own"`` that gives ``quotas``.
 
-    ``hosts[r]`` is where rank r seems to run; by default they share this host.
+    ``hosts[r]`` is where rank r seems to run; by default they share this host. Batches are always
+    fetched on the lane if ``hidden``, else never: left to itself a plane decides by time.
     """
+    Timeline.hides = staticmethod(lambda *figures: hidden)  # type: ignore[method-assign]
     placements: dict[str, conduit.Placement | None] = {
         "balanced": None, "own": Quotas(tuple(quotas)),
         "central": conduit.Central(int(np.argmax(quotas)) if quotas else 0),
@@ -155,6 +158,7 @@ def play(
             sizes.append(len(p))
             if inspect_all:
                 shards.append(inspect(p, rows))
+        p._deliveries.settle()  # counts what the lane has sent for a batch to come
         report = p.report().as_dict()
     kept = [looked_at(one) if isinstance(one, TensorDict) else one for one in samples]
     return {"samples": kept, "sizes": sizes, "agreed": agreed, "report": report, "shards": shards}

@@ -37,6 +37,7 @@ class Setting:
     quotas: Sequence[int]
     hosts: Sequence[int]
     staging_rows: int | None
+    hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Program:
     min_size: int
     seed: int
     operations: Sequence[Sequence[Any]]
+    max_staleness: int = 0
 
     def arguments(self, setting: Setting) -> dict[str, Any]:
         """Of ``spmd_cases:play``."""
@@ -59,7 +61,7 @@ class Program:
                 "min_size": self.min_size, "seed": self.seed, "routing": setting.routing,
                 "placement": setting.placement, "quotas": list(setting.quotas),
                 "hosts": list(setting.hosts), "staging_rows": setting.staging_rows,
-                "name": "played",
+                "hidden": setting.hidden, "max_staleness": self.max_staleness, "name": "played",
             },
         }
 
@@ -85,7 +87,7 @@ def expected(program: Program, setting: Setting) -> Expected:
     job = Job(
         capacity=program.capacity, batch_rows=program.global_rows // setting.ranks,
         quotas=setting.quotas, hosts=setting.hosts, routing=setting.routing, seed=program.seed,
-        name="played",
+        name="played", hidden=setting.hidden, max_staleness=program.max_staleness,
     )
     found = Expected(samples=[], contents=[], agreed=[], sent=Counter(), commits=0, job=job)
     serial = 0
@@ -161,7 +163,7 @@ def _programs(draw: st.DrawFn) -> Program:
         schema=draw(_schemas()), capacity=capacity, operations=operations,
         global_rows=12 * draw(st.integers(1, 6)),
         min_size=draw(st.one_of(st.just(0), st.integers(0, capacity))),
-        seed=draw(st.integers(0, 2**40)),
+        seed=draw(st.integers(0, 2**40)), max_staleness=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 
@@ -188,7 +190,7 @@ def _settings(draw: st.DrawFn, program: Program, ranks: int) -> Setting:
     return Setting(
         ranks=ranks, routing=draw(st.sampled_from(["exchangeable", "independent"])),
         placement=placement, quotas=quotas, hosts=hosts,
-        staging_rows=draw(st.sampled_from([None, most, most + 3])),
+        staging_rows=draw(st.sampled_from([None, most, most + 3])), hidden=draw(st.booleans()),
     )
 
 

@@ -9,6 +9,10 @@ buffer without any staleness, while their way through the cluster was known befo
 
 Draft and routing thereby define the batch. The draft is dealt, and its fetch begins, before the
 first commit after a delivery; how long before makes no difference to the batch.
+
+A batch that may ignore the last k commits (``max_staleness``) is its draft, without late rows, as
+long as no more than k commits came after it was drawn. That too depends on nothing but the calls
+that all ranks make.
 """
 
 from __future__ import annotations
@@ -48,13 +52,14 @@ class Late(NamedTuple):
     """What a commit changed in a draft, as far as it concerns one rank.
 
     Its batch gets the rows at logical ``indices`` in its positions ``seats``, and it sends the rows
-    at ``send``; the numbers in ``transfers`` (one batch of them) are those of the changed draws.
+    at ``send``; the numbers in ``transfers`` (one batch of them, None in a world of one) are those
+    of the changed draws.
     """
 
     seats: Index
     indices: Index
     send: Index
-    transfers: Transfers
+    transfers: Transfers | None
 
 
 class Delivery(NamedTuple):
@@ -70,12 +75,14 @@ class Replay:
 
     def __init__(
         self, *, directory: Directory, draws: UniformDraws, routing: str, rank: int,
-        hosts: NDArray[np.int64], batch_rows: int,
+        hosts: NDArray[np.int64], batch_rows: int, max_staleness: int = 0,
     ) -> None:
         self._directory, self._draws, self._routing = directory, draws, routing
         self._rank, self._hosts, self._batch_rows = rank, hosts, batch_rows
+        self._max_staleness = max_staleness
         self._delivered = False
         self._draft: Delivery | None = None
+        self._drafted_at = 0
         self._ahead = Ahead(first=0, end=-1, indices=np.empty((0, batch_rows), dtype=np.int64))
         self.batch = 0
         self.late_rows = 0
@@ -85,10 +92,10 @@ class Replay:
 
         It is what ``deal`` will return, but for late rows.
         """
-        if not self._delivered or len(self._hosts) == 1:
+        if not self._delivered:
             return None
         self._delivered = False
-        self._draft = self._known()
+        self._draft, self._drafted_at = self._known(), self._directory.commits
         return self._draft
 
     def deal(self) -> Delivery:
@@ -96,7 +103,7 @@ class Replay:
         draft, self._draft = self._draft, None
         if draft is None:
             delivery = self._known()
-        elif draft.ahead.end == self._directory.end:
+        elif self._directory.commits - self._drafted_at <= self._max_staleness:
             delivery = draft
         else:
             delivery = draft._replace(late=self._late(draft))
@@ -123,14 +130,16 @@ class Replay:
         """What was committed since the draft changes in it; None if that is nothing."""
         directory, rank = self._directory, self._rank
         learners, drawn, moves = draft.ahead.learners, draft.ahead.drawn, draft.ahead.transfers
-        assert learners is not None and drawn is not None and moves is not None
+        drawn = draft.ahead.indices if drawn is None else drawn
         positions = self._draws.positions(self.batch, directory.size)
         indices = directory.indices(positions)
         changed = (indices != drawn[draft.row]).nonzero()[0]
         if len(changed) == 0:
             return None
-        self.late_rows += len(changed)
         indices = indices[changed]
+        if learners is None or moves is None:
+            return Late(changed, indices, indices[:0], None)
+        self.late_rows += len(changed)
         late = transfers(
             learners[draft.row, changed][None], directory.holders(positions[changed])[None],
             rank, len(self._hosts),

@@ -48,6 +48,8 @@ def dealt(delivery: Delivery) -> Dealt:
     for seat, index in zip(late.seats.tolist(), late.indices.tolist(), strict=True):
         assert indices[seat] != index, "what has not changed is not late"
         indices[seat] = index
+    if moves is None:
+        return Dealt(indices, draft, late.seats.tolist(), None)
     return Dealt(indices, draft, late.seats.tolist(), Part(
         indices=late.indices.tolist(), send=late.send.tolist(),
         send_counts=moves.send_counts[0].tolist(), receive=moves.receive.tolist(),
