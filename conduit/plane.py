@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -33,9 +35,10 @@ from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
+from conduit.sched.explanation import explain
 from conduit.sched.lanes import StageError, lane_for, raise_told
 from conduit.sched.slabs import SlabPool
-from conduit.sched.timeline import CALL, Timeline
+from conduit.sched.timeline import CALL, PHASES, Timeline
 from conduit.schema import Rows, Schema
 from conduit.tracing import Tracer
 
@@ -135,7 +138,7 @@ class ExperiencePlane:
         batches, late, homewards = self._exchanges
         self._counters = Counters()
         self._tracer = Tracer(rank=world.rank)
-        self._timeline = Timeline(self._tracer)
+        self._timeline = Timeline(self._tracer, overlap=configuration.overlap)
         self._lane = lane_for(world.device, self._tracer)
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
         self._replay = Replay(
@@ -247,6 +250,25 @@ class ExperiencePlane:
             transports=tuple(map(self._exchanges[0].transport, range(world.size))),
             fresh_slabs=self._slabs.fresh, blocked_ms=counters.blocked_ns / 1e6,
         )
+
+    def explain(self) -> str:
+        """What of the experience path is still exposed, and why, in the last iterations on this
+        rank."""
+        return explain(
+            self._timeline, list(self._tracer.spans), rank=self.rank,
+            max_staleness=self._configuration.max_staleness,
+        )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Labels what the learner does meanwhile, for the trace: ``with plane.phase("backward"):``.
+        """
+        return self._tracer.span(name, PHASES)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the last spans of this rank to a file that Perfetto opens: stages, waits, steps
+        and phases of the last 16,384 that there were. Give each rank a path of its own;
+        ``python -m conduit trace FILE...`` draws them. Raises OSError."""
+        self._tracer.write(path, title=self.name)
 
     # ----------------------------------------------------------- collective calls
 
@@ -391,12 +413,10 @@ class ExperiencePlane:
 
     def _hides(self, gathered: Gathered | None) -> bool:
         """Whether the next batch is to be fetched on the lane: the same on all ranks."""
-        if not self._configuration.overlap:
-            return False
         timeline = self._timeline
         if gathered is None:
-            return timeline.hides(np.array([timeline.step_us]), np.array([timeline.fetch_us]))
-        return timeline.hides(gathered.step_us, gathered.fetch_us)
+            return timeline.decide(np.array([timeline.step_us]), np.array([timeline.fetch_us]))
+        return timeline.decide(gathered.step_us, gathered.fetch_us)
 
     def _synchronise(self, operation: Operation) -> Gathered | None:
         """Commits what all ranks staged. What they brought along; None in a world of one."""

@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 from conduit.tracing import Tracer
 
-__all__ = ["CALL", "LEARNER", "Timeline"]
+__all__ = ["CALL", "CALLING", "LEARNER", "PHASES", "STEP", "Timeline"]
 
-CALL, LEARNER = "plane calls", "learner"
-"""Lanes of spans of the training thread: in calls of the plane, and between them."""
+CALL, LEARNER, PHASES = "plane calls", "learner", "phases"
+"""Lanes of spans of the training thread: in calls of the plane, between them, and what the program
+calls it."""
+
+CALLING, STEP = "sample", "step"
 
 _STEP_US, _FETCH_US = 1_000, 100
 """A shorter step hides little, and less is not worth hiding: giving a batch to the worker thread
@@ -29,32 +32,49 @@ _FETCHING = ("draw", "gather", "exchange", "fetch")
 
 class Timeline:
     """One rank's. ``step_us`` is the learner's time before this call, ``fetch_us`` what the stages
-    of the last batch took, wherever they ran."""
+    of the last batch took, wherever they ran; ``hidden`` says whether the next one is fetched on
+    the lane, and ``why`` it is not; ``last_rank`` had the longest step, ``longest_step_us``."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, tracer: Tracer, *, overlap: bool) -> None:
+        self._tracer, self._overlap = tracer, overlap
         self.span = tracer.span
         self._begun_ns = self._returned_ns = 0
         self._fetched_ns = 0
         self.step_us = self.fetch_us = 0
+        self.hidden, self.why = False, "none has been delivered yet"
+        self.last_rank: int | None = None
+        self.longest_step_us = 0
 
     def enter(self) -> None:
         """The training thread asks for a batch."""
         self._begun_ns = time.perf_counter_ns()
         if self._returned_ns:
-            self._tracer.add("step", LEARNER, self._returned_ns, self._begun_ns)
+            self._tracer.add(STEP, LEARNER, self._returned_ns, self._begun_ns)
             self.step_us = (self._begun_ns - self._returned_ns) // 1000
 
     def leave(self) -> int:
         """It gets one; returns how many nanoseconds that took."""
-        self._returned_ns = time.perf_counter_ns()
+        now = self._returned_ns = time.perf_counter_ns()
         totals = self._tracer.total_ns
-        fetched_ns = sum(totals.get(name, 0) for name in _FETCHING)
+        fetched_ns = sum([totals.get(name, 0) for name in _FETCHING])
         self.fetch_us = (fetched_ns - self._fetched_ns) // 1000
         self._fetched_ns = fetched_ns
-        return self._returned_ns - self._begun_ns
+        self._tracer.add(CALLING, CALL, self._begun_ns, now)
+        return now - self._begun_ns
+
+    def decide(self, step_us: NDArray[np.int64], fetch_us: NDArray[np.int64]) -> bool:
+        """Whether the next batch is to be fetched on the lane, by the figures of all ranks."""
+        self.last_rank = int(step_us.argmax())
+        self.longest_step_us = int(step_us[self.last_rank])
+        self.hidden = self._overlap and self.hides(step_us, fetch_us)
+        if not self.hidden:
+            self.why = "overlap is off" if not self._overlap else (
+                f"the shortest step of {step_us.min() / 1e3:.2f} ms is too short to hide much, or "
+                f"{fetch_us.max() / 1e3:.2f} ms of fetching too little to hide"
+            )
+        return self.hidden
 
     @staticmethod
     def hides(step_us: NDArray[np.int64], fetch_us: NDArray[np.int64]) -> bool:
-        """Whether the next batch should be fetched on the lane, by the figures of all ranks."""
+        """Whether there is enough to hide, and enough to hide it behind."""
         return bool(step_us.min() >= _STEP_US and fetch_us.max() >= _FETCH_US)
