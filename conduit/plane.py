@@ -126,6 +126,7 @@ class ExperiencePlane:
         try:
             create_together(self._control, world, configuration, problem)
             assert configuration is not None
+            self._control.decisions.decide("NCCL group", "the job's" if world.borrowed else "own")
             self._links = LiveLinks(links_at_start(world))
             self._exchanges = open_exchanges(
                 world, self._layout.row_bytes, count=3, decisions=self._control.decisions,

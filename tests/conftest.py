@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["CONDUIT_CHECKS"] = "1"  # read when the library is loaded, here and in rank processes
+
 import torch
 from hypothesis import HealthCheck, Phase, settings
 

@@ -34,10 +34,12 @@ _made: dict[tuple[int, ...], int] = {}
 
 
 def make_groups(
-    ranks: list[int], rank: int, device: torch.device, timeout: timedelta
+    ranks: list[int], rank: int, device: torch.device, timeout: timedelta,
+    shared: dist.ProcessGroup | None,
 ) -> list[dist.ProcessGroup]:
     """The groups control, watch, data and lane on these ranks of the job.
 
+    ``shared`` is data on CUDA, where it is not a group of the plane's own (see ``nccl.py``).
     Raises TimeoutError naming the ranks that did not come, WorldError if all did and it failed.
     """
     number = _made[tuple(ranks)] = _made.get(tuple(ranks), 0) + 1
@@ -50,7 +52,7 @@ def make_groups(
             for name in ("control", "watch")
         )
         if device.type == "cuda":
-            data = _nccl_group(f"data {number}", ranks, timeout)
+            data = shared or _nccl_group(f"data {number}", ranks, timeout)
             return [control, watch, data, data]
         data, lane = (
             _gloo_group(f"{name} {number}", ranks, timeout, devices) for name in ("data", "lane")

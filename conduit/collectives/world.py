@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from conduit.collectives import nccl
 from conduit.collectives.groups import (
     TRANSPORT_ERRORS,
     close_groups,
@@ -37,11 +38,11 @@ class World:
     """Ranks ``0 .. size-1`` of one plane; ``hosts[r]`` numbers the host of rank r by first rank.
 
     ``lane`` is the same world for what runs beside the training thread: its ``data`` is a group of
-    its own. ``numbers[r]`` is what rank r is called in the job, where that is another number. In a
-    world of one the groups are None and nothing is ever sent. ``windows`` is memory shared with the
-    other ranks of this host, None where there are none or it cannot be had. ``leaders`` is the
-    group of the first ranks of the hosts, made for those ranks where the control exchange has two
-    levels.
+    its own. ``borrowed`` says that ``data`` is the job's. ``numbers[r]`` is what rank r is called
+    in the job, where that is another number. In a world of one the groups are None and nothing is
+    ever sent. ``windows`` is memory shared with the other ranks of this host, None where there are
+    none or it cannot be had. ``leaders`` is the group of the first ranks of the hosts, made for
+    those ranks where the control exchange has two levels.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class World:
     leaders: dist.ProcessGroup | None = None
     windows: Windows | None = None
     two_level: bool = False
+    borrowed: bool = False
 
     @classmethod
     def join(
@@ -95,11 +97,14 @@ class World:
         if size == 1:
             return cls.alone(device, timeout)
         ranks = dist.get_process_group_ranks(base)
-        control, watch, data, lane = make_groups(ranks, dist.get_rank(base), device, timeout)
+        shared = _shared_nccl(base) if device.type == "cuda" else None
+        control, watch, data, lane = make_groups(
+            ranks, dist.get_rank(base), device, timeout, shared
+        )
         world = cls(
             rank=dist.get_rank(base), size=size, device=device, timeout=timeout,
             hosts=np.zeros(size, dtype=np.int64), control=control, watch=watch, data=data,
-            numbers=ranks if ranks != list(range(size)) else None,
+            numbers=ranks if ranks != list(range(size)) else None, borrowed=shared is not None,
         )
         try:
             world._find_hosts(ranks)
@@ -179,12 +184,20 @@ class World:
         if lane is not None:
             lane.windows = None  # the same as here
             lane.close()
-        made = self.control, self.watch, self.data, self.leaders
+        made = self.control, self.watch, None if self.borrowed else self.data, self.leaders
         self.control = self.watch = self.data = self.leaders = None
         if self.windows is not None:
             self.windows.close()
             self.windows = None
         close_groups(made)
+
+
+def _shared_nccl(base: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The job's group, where rows are to travel on it: see ``nccl.py``."""
+    nccl.warn_of_one_queue(os.environ)
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    has_nccl = "nccl" in str(dist.get_backend_config(base))
+    return base if nccl.shares_group(os.environ, version, job_has_nccl=has_nccl) else None
 
 
 def _destroy_default_group() -> None:

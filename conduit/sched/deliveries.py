@@ -31,7 +31,7 @@ from conduit.metrics import Counters
 from conduit.sched.batch import BatchMaker
 from conduit.sched.fetch import Fetch, Wanted, put
 from conduit.sched.lanes import Lane, Ticket
-from conduit.sched.slabs import Slab, SlabPool
+from conduit.sched.slabs import LANE, POOL, USER, Slab, SlabPool
 from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
 
@@ -107,6 +107,7 @@ class Deliveries:
             self._await_rows()
         else:
             self._add_late(delivery.late, pending)
+        pending.slab.give(LANE, USER)
         counters = self._counters
         counters.samples += 1
         counters.rows_delivered += len(pending.indices)
@@ -151,6 +152,7 @@ class Deliveries:
     def _begin(self, delivery: Delivery) -> _Pending:
         self._locate(delivery.ahead)
         slab = self._slabs.take()
+        slab.give(POOL, LANE)
         self._fetch.begin(self._wanted[delivery.row], slab.records)
         # While rows are on their way:
         columns, batch = slab.batch(self._batches.prepare)

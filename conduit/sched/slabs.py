@@ -14,6 +14,10 @@ finds nothing in the caches and takes many times as long as in a loop.
 On CUDA the next gather is issued on the stream of the caller, behind whatever that stream still
 does with the old batch, as for memory from the caching allocator.
 
+A slab has one owner at a time: the pool, the lane that fills it, the user. With the environment
+variable CONDUIT_CHECKS set that is checked, and what the pool gets back is poisoned before anybody
+else fills it: a view that the count did not see, or a row that nobody wrote, then shows.
+
 The count is read through a function that torch does not document, so it is tested once per process
 on a small slab. If it is missing or does not see a view, every batch gets fresh memory.
 """
@@ -21,6 +25,7 @@ on a small slab. If it is missing or does not see a view, every batch gets fresh
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -31,8 +36,13 @@ from torch import Tensor
 from conduit.blocks import BlockViews
 from conduit.schema import RowLayout
 
-__all__ = ["Slab", "SlabPool", "counts_are_reliable"]
+__all__ = ["LANE", "POOL", "USER", "Slab", "SlabPool", "counts_are_reliable"]
 
+POOL, LANE, USER = "pool", "lane", "user"
+"""Owners of a slab."""
+
+CHECKED = bool(os.environ.get("CONDUIT_CHECKS"))
+POISON = 0xDB
 _POOLED = 4
 _PREPARED = 8
 
@@ -50,6 +60,7 @@ class Slab:
         self._pointer = self._storage._cdata
         self._place = self.block.data_ptr(), self._storage.nbytes()
         self._own_references = use_count(self._pointer) if counts_are_reliable() else -1
+        self.owner = POOL
         self._prepared: list[tuple[list[Tensor], TensorDict]] = []
         self._references_each = 0
 
@@ -63,6 +74,10 @@ class Slab:
             and (self._storage.data_ptr(), self._storage.nbytes()) == self._place
         )
 
+    def give(self, before: str, after: str) -> None:
+        """Hands it from one owner to the next."""
+        assert not CHECKED or self.owner == before, f"a slab of the {self.owner}, not the {before}"
+        self.owner = after
 
     def batch(self, prepare: Prepare) -> tuple[list[Tensor], TensorDict]:
         """New views in column order, and what ``prepare`` makes of them. For a slab that is free.
@@ -95,6 +110,9 @@ class SlabPool:
         """A slab that nobody else can see."""
         for slab in self._slabs:
             if slab.is_free():
+                if CHECKED:
+                    slab.block.fill_(POISON)
+                slab.owner = POOL
                 return slab
         slab = Slab(self._layout, self._rows, self._device)
         self.fresh += 1

@@ -20,7 +20,15 @@ from torch import Tensor
 
 import conduit.sched.slabs
 from conduit import ExperiencePlane
-from conduit.sched.slabs import Slab, SlabPool, counts_are_reliable, use_count
+from conduit.sched.slabs import (
+    LANE,
+    POOL,
+    USER,
+    Slab,
+    SlabPool,
+    counts_are_reliable,
+    use_count,
+)
 from conduit.schema import RowLayout, Schema
 from tests.numbered import EXAMPLE, assert_batch, numbered
 
@@ -409,3 +417,17 @@ def test_a_plane_works_where_torch_has_no_count(monkeypatch: pytest.MonkeyPatch)
     for batch in kept:
         assert_batch(batch, batch["number"].tolist(), batch["index"].tolist())
     assert plane.report().fresh_slabs == 6
+
+
+def test_a_slab_has_one_owner_and_is_poisoned_when_it_comes_back() -> None:
+    assert conduit.sched.slabs.CHECKED, "on in the tests"
+    pool = pool_of()
+    slab = pool.take()
+    slab.give(POOL, LANE)
+    with pytest.raises(AssertionError, match="a slab of the lane, not the user"):
+        slab.give(USER, POOL)
+    slab.give(LANE, USER)
+    slab.block.fill_(1)
+    assert pool.take() is slab
+    assert slab.owner == POOL
+    assert bool((slab.block == 0xDB).all())

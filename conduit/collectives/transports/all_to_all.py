@@ -22,6 +22,8 @@ class AllToAll:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        if world.borrowed:
+            self.name = f"{AllToAll.name} on the job's group"
 
     def begin(self, parcel: Parcel) -> _Rounds:
         return _Rounds(self._world, parcel)
