@@ -153,6 +153,7 @@ class ExperiencePlane:
         self._commits = Commits(
             directory=self._directory, shard=self._shard, exchange=homewards,
             quotas=configuration.quotas, rank=world.rank, counters=self._counters,
+            timeline=self._timeline,
         )
         self._deliveries = Deliveries(
             replay=self._replay, shard=self._shard, exchange=batches, late_exchange=late,
@@ -446,10 +447,7 @@ class ExperiencePlane:
             if not ahead:
                 deliveries.begin()
             if np.count_nonzero(gathered.staged):
-                with self._timeline.span("commit", CALL):
-                    self._commits.commit(
-                        gathered.staged, fence=lambda: self._talk(Operation.FENCE)
-                    )
+                self._commits.commit(gathered.staged, fence=lambda: self._talk(Operation.FENCE))
             return gathered
         except BaseException as error:
             self._give_up(error)

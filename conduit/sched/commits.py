@@ -11,6 +11,8 @@ from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.directory import Directory
 from conduit.edp.ingestion import Commit, plan_commit
 from conduit.metrics import Counters
+from conduit.sched.stages import COMMIT, SEND_HOME
+from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
 
 __all__ = ["Commits"]
@@ -25,11 +27,11 @@ class Commits:
 
     def __init__(
         self, *, directory: Directory, shard: Shard, exchange: RowExchange, quotas: Counts,
-        rank: int, counters: Counters,
+        rank: int, counters: Counters, timeline: Timeline,
     ) -> None:
         self._directory, self._shard, self._exchange = directory, shard, exchange
         self._quotas, self._rank = quotas, rank
-        self._counters = counters
+        self._counters, self._timeline = counters, timeline
 
     def commit(self, staged: Counts, *, fence: Callable[[], object]) -> None:
         """Collective. Commits the rows that the ranks staged, int64 ``[ranks]``.
@@ -37,24 +39,33 @@ class Commits:
         ``fence`` is a collective call after which no rank reads rows that left in earlier commits.
         """
         directory, shard, rank = self._directory, self._shard, self._rank
-        plan = plan_commit(staged, directory, self._quotas)
+        with self._timeline.span(COMMIT.name, CALL):
+            plan = plan_commit(staged, directory, self._quotas)
         occupied = directory.held + plan.dropped + plan.arriving
         if np.count_nonzero(occupied > self._quotas + shard.staging_rows):
             fence()
             self._counters.fences += 1
+        dropped, first = int(plan.dropped[rank]), directory.end + plan.skipped
         here = plan.holders == rank
-        counts, dropped = plan.counts[here], int(plan.dropped[rank])
+        counts = plan.counts[here]
         if plan.moves:
-            shard.receive(
-                counts=counts, own=plan.sources[here] == rank, dropped=dropped,
-                arrivals=self._send_home(plan).wait,
+            with self._timeline.span(SEND_HOME.name, CALL):
+                shard.receive(
+                    counts=counts, own=plan.sources[here] == rank, dropped=dropped,
+                    arrivals=self._send_home(plan).wait,
+                )
+        with self._timeline.span(COMMIT.name, CALL):
+            directory.append(
+                plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
+                arriving=plan.arriving,
             )
-        starts = directory.end + plan.skipped + np.cumsum(plan.counts) - plan.counts
-        directory.append(
-            plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
-            arriving=plan.arriving,
-        )
-        shard.commit(starts=starts[here], counts=counts, dropped=dropped, begin=directory.begin)
+            begin = directory.begin
+            if plan.moves:
+                starts = first + np.cumsum(plan.counts) - plan.counts
+                shard.commit(starts=starts[here], counts=counts, dropped=dropped, begin=begin)
+            else:
+                start = first + int(plan.counts[:rank].sum())
+                shard.commit_own(start=start, dropped=dropped, begin=begin)
         self._count(int(staged.sum()), plan.skipped)
 
     def commit_alone(self) -> None:

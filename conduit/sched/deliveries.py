@@ -32,6 +32,7 @@ from conduit.sched.batch import BatchMaker
 from conduit.sched.fetch import Fetch, Wanted, put
 from conduit.sched.lanes import Lane, Ticket
 from conduit.sched.slabs import LANE, POOL, USER, Slab, SlabPool
+from conduit.sched.stages import DRAW, EXCHANGE, GATHER, LATE, Due
 from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
 
@@ -65,31 +66,29 @@ class Deliveries:
         self._late = Fetch(shard, late_exchange, counters, what="exchanging late rows")
         self._draft: Delivery | None = None
         self._pending: _Pending | None = None
-        # What waits for the stages gather and exchange of a draft on the lane.
-        self._gathered: Ticket | None = None
-        self._exchanged: Ticket | None = None
+        # Of stages on the lane, the last ones that are due at either point.
+        self._due: dict[Due, Ticket] = {}
         # The batches known ahead, and what each of them takes.
         self._known: Ahead | None = None
         self._wanted: list[Wanted] = []
 
     def hide(self) -> None:
         """Collective. Begins the next batch on the lane, as far as it is known now."""
-        lane = self._lane
-        lane.run("draw", self._draw)
-        self._gathered = lane.run("gather", self._gather)
-        self._exchanged = lane.run("exchange", self._fetch.finish)
+        for stage, work in (
+            (DRAW, self._draw), (GATHER, self._gather), (EXCHANGE, self._fetch.finish)
+        ):
+            self._due[stage.due] = self._lane.run(stage.name, work)
 
     def settle(self) -> None:
         """Local. Returns when the lane no longer reads what a commit changes. Raises StageError.
         """
-        if self._gathered is not None:
+        if Due.COMMIT in self._due:
             with self._timeline.span("wait for gather", CALL):
-                self._gathered.wait()
-            self._gathered = None
+                self._due.pop(Due.COMMIT).wait()
 
     def begin(self) -> None:
         """Collective. Begins the next batch before a commit, unless the lane already has."""
-        if self._exchanged is None:
+        if Due.BATCH not in self._due:
             with self._timeline.span("fetch", CALL):
                 self._draw()
                 self._gather()
@@ -142,12 +141,11 @@ class Deliveries:
 
     def _await_rows(self) -> None:
         """Returns when the rows of others are in their places."""
-        exchanged, self._exchanged = self._exchanged, None
-        if exchanged is None:
+        if Due.BATCH not in self._due:
             self._fetch.finish()
         else:
             with self._timeline.span("wait for exchange", CALL):
-                exchanged.wait()
+                self._due.pop(Due.BATCH).wait()
 
     def _begin(self, delivery: Delivery) -> _Pending:
         self._locate(delivery.ahead)
@@ -166,7 +164,7 @@ class Deliveries:
         records = self._shard.layout.records(block)
         moves = late.transfers
         slots = self._shard.slots(late.indices)
-        with self._timeline.span("late rows", CALL):
+        with self._timeline.span(LATE.name, CALL):
             if moves is None:
                 wanted = Wanted(slots, *_NO_MOVES)
             else:
@@ -177,7 +175,7 @@ class Deliveries:
                 )
             self._late.begin(wanted, records)
         self._await_rows()
-        with self._timeline.span("late rows", CALL):
+        with self._timeline.span(LATE.name, CALL):
             self._late.finish()
             put(records, pending.slab.records, late.seats)
         pending.indices[late.seats] = late.indices

@@ -41,7 +41,8 @@ class Timeline:
         self._begun_ns = self._returned_ns = 0
         self._fetched_ns = 0
         self.step_us = self.fetch_us = 0
-        self.hidden, self.why = False, "none has been delivered yet"
+        self._step = self._fetch = 0
+        self.hidden = False
         self.last_rank: int | None = None
         self.longest_step_us = 0
 
@@ -64,17 +65,24 @@ class Timeline:
 
     def decide(self, step_us: NDArray[np.int64], fetch_us: NDArray[np.int64]) -> bool:
         """Whether the next batch is to be fetched on the lane, by the figures of all ranks."""
-        self.last_rank = int(step_us.argmax())
-        self.longest_step_us = int(step_us[self.last_rank])
-        self.hidden = self._overlap and self.hides(step_us, fetch_us)
-        if not self.hidden:
-            self.why = "overlap is off" if not self._overlap else (
-                f"the shortest step of {step_us.min() / 1e3:.2f} ms is too short to hide much, or "
-                f"{fetch_us.max() / 1e3:.2f} ms of fetching too little to hide"
-            )
+        steps, fetch = step_us.tolist(), max(fetch_us.tolist())
+        self.longest_step_us = max(steps)
+        self.last_rank = steps.index(self.longest_step_us)
+        self._step, self._fetch = min(steps), fetch
+        self.hidden = self._overlap and self.hides(self._step, fetch)
         return self.hidden
 
     @staticmethod
-    def hides(step_us: NDArray[np.int64], fetch_us: NDArray[np.int64]) -> bool:
-        """Whether there is enough to hide, and enough to hide it behind."""
-        return bool(step_us.min() >= _STEP_US and fetch_us.max() >= _FETCH_US)
+    def hides(step_us: int, fetch_us: int) -> bool:
+        """Whether there is enough to hide behind every rank's step, and enough to hide."""
+        return step_us >= _STEP_US and fetch_us >= _FETCH_US
+
+    @property
+    def why(self) -> str:
+        """Why batches are not fetched on the lane."""
+        if not self._overlap:
+            return "overlap is off"
+        return (
+            f"the shortest step of {self._step / 1e3:.2f} ms is too short to hide much, or "
+            f"{self._fetch / 1e3:.2f} ms of fetching too little to hide"
+        )
