@@ -11,12 +11,14 @@ import conduit
 from conduit.errors import CapacityError, ConduitError, SchemaError
 from conduit.tools import probe
 from conduit.tools.arguments import UsageError
-from conduit.tools.bench import delivery, exchange, sample
+from conduit.tools.bench import delivery, exchange, overlap, sample
 from conduit.tools.command import Command, command_parser
 from conduit.tools.job import leads
 from conduit.tools.output import Reporter, reserved_stdout
 
-COMMANDS: tuple[Command, ...] = (sample.COMMAND, delivery.COMMAND, exchange.COMMAND, probe.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    sample.COMMAND, delivery.COMMAND, exchange.COMMAND, overlap.COMMAND, probe.COMMAND,
+)
 GROUPS = {"bench": "measure a part beside its floor and beside peers"}
 
 FINE, WRONG, BAD_USAGE = 0, 1, 2

@@ -23,7 +23,7 @@ calls it."""
 
 CALLING, STEP = "sample", "step"
 
-_STEP_US, _FETCH_US = 1_000, 100
+_STEP_US, _FETCH_US = 1_000, 250
 """A shorter step hides little, and less is not worth hiding: giving a batch to the worker thread
 and taking it back costs about this much."""
 

@@ -78,6 +78,7 @@ class Reporter:
         self.leads = leads
         self.progress = Progress(shown=leads)
         self._environment: Environment | None = None
+        self._notes: list[str] = []
         self._document: dict[str, object] | None = None
 
     def begin(self, environment: Environment, notes: Sequence[str]) -> None:
@@ -86,6 +87,10 @@ class Reporter:
         self._print("\n".join(f"# {line}" for line in [
             f"conduit {self._command}", *environment.lines(), *notes,
         ]))
+
+    def note(self, text: str) -> None:
+        """Has ``text`` printed below the tables."""
+        self._notes.append(text)
 
     def finish(
         self, results: Sequence[Result], *tables: Table, summary: Result | None = None
@@ -97,6 +102,8 @@ class Reporter:
             self._print(str(table))
         for key, value in (summary or {}).items():
             self._print(f"# {key}: {value}")
+        for text in self._notes:
+            self._print(f"# {text}".replace("\n", "\n# "))
         self._document = {
             "command": self._command, **self._environment.as_json(), "args": dict(self._args),
             "results": [dict(result) for result in results],
