@@ -38,7 +38,8 @@ class Learner:
     def __init__(self, job: Job, *, step_ms: float, compute: str, reduce_bytes: int) -> None:
         self._job, self._step_s = job, step_ms / 1e3
         self._gradients = torch.zeros(max(reduce_bytes // 4, 1))
-        self._matrix = torch.rand(_SIDE, _SIDE) / _SIDE
+        # Orthogonal, so that products of it neither grow nor fade.
+        self._matrix = torch.linalg.qr(torch.rand(_SIDE, _SIDE))[0]
         self._products = self._calibrated() if compute == "cpu" else 0
 
     def step(self, phases: Phases | None = None) -> None:

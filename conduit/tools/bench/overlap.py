@@ -2,9 +2,11 @@
 
 [Note: exposed latency]
 The *null loop* is the learner's loop with no plane at all: the same step, in which ranks meet to
-reduce gradients, and one batch that is always there. What a loop with a plane takes longer is what of the
-experience path is exposed, whatever hides it. An iteration's time is the longest that any rank
-took; figures are medians over iterations.
+reduce gradients, and one batch that is always there. What a loop with a plane takes longer is what
+of the experience path is exposed, whatever hides it. A rank's iteration time is the median over
+iterations; that of the job is the maximum over ranks. (Not the median of each iteration's maximum:
+ranks move in step but not together, and what one takes longer in this iteration it makes up for in
+the next, so that these maxima add up to more time than has passed.)
 
 Stages differ in the plane's arguments only, so that each says what one idea is worth:
 
@@ -30,7 +32,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Central
@@ -236,8 +237,8 @@ def _notes(options: Options) -> list[str]:
         f"{options.schema.text}; {options.rows:,} rows over the ranks, full",
         f"{options.produce} rows extended a rank and iteration; {step}: {options.step_ms:g} ms; "
         f"then ranks meet to reduce {options.reduce_mb:g} MB of gradients",
-        f"medians of {options.iterations} iterations in {_TURNS} turns, each the longest of all "
-        "ranks; exposed: longer than the loop without a plane",
+        f"medians of {options.iterations} iterations in {_TURNS} turns, of the rank where they are "
+        "longest; exposed: longer than the loop without a plane",
         "no stage `placed`: there is no placement by measured links yet",
     ]
 
@@ -332,9 +333,8 @@ def _rows(
 
 
 def _median_ms(job: Job, times_ns: list[int]) -> float:
-    """Collective. The median of what the slowest rank took."""
-    longest: NDArray[np.int64] = job.largest(np.array(times_ns, dtype=np.int64))
-    return float(np.median(longest)) / 1e6
+    """Collective. The largest of the ranks' medians."""
+    return int(job.largest(np.array([int(np.median(times_ns))]))[0]) / 1e6
 
 
 COMMAND = Command(
