@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-import zlib
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from conduit.calls import Calls
 from conduit.collectives.choice import open_exchanges
-from conduit.collectives.control import FINGERPRINT, STAGES, Control, Gathered, Operation
+from conduit.collectives.control import FINGERPRINT, Control, Gathered, Operation
 from conduit.collectives.links import LinkMatrix
 from conduit.collectives.live import LiveLinks
 from conduit.collectives.probe import links_at_start
-from conduit.collectives.watch import BrokenCallError
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
 from conduit.creation import create_together, make_shard
@@ -30,15 +28,15 @@ from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
 from conduit.edp.routing import typical_moves
-from conduit.errors import ConduitError, EmptyError, WorldError
+from conduit.errors import EmptyError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
 from conduit.sched.explanation import explain
-from conduit.sched.lanes import StageError, lane_for, raise_told
+from conduit.sched.lanes import StageError, lane_for
 from conduit.sched.slabs import SlabPool
-from conduit.sched.timeline import CALL, PHASES, Timeline
+from conduit.sched.timeline import PHASES, Timeline
 from conduit.schema import Rows, Schema
 from conduit.tracing import Tracer
 
@@ -100,8 +98,6 @@ class ExperiencePlane:
         name: str = "experience",
         overlap: bool = True,
     ) -> None:
-        self._failure: ConduitError | None = None
-        self._closed = False
         world = World.join(device=chosen_device(device), timeout=timeout, group=group)
         self._world = world
         fingerprint = dict.fromkeys(FINGERPRINT, 0)
@@ -137,10 +133,14 @@ class ExperiencePlane:
             world.close()
             raise
         batches, late, homewards = self._exchanges
-        self._counters = Counters()
         self._tracer = Tracer(rank=world.rank)
         self._timeline = Timeline(self._tracer, overlap=configuration.overlap)
-        self._lane = lane_for(world.device, self._tracer)
+        lane = lane_for(world.device, self._tracer)
+        self._calls = Calls(
+            control=self._control, world=world, directory=self._directory, shard=self._shard,
+            lane=lane, timeline=self._timeline, name=name,
+        )
+        self._counters = Counters()
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
         self._replay = Replay(
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
@@ -160,8 +160,9 @@ class ExperiencePlane:
             slabs=self._slabs, batches=BatchMaker(
                 self._layout.tree, rows=configuration.batch_size, device=world.device
             ),
-            counters=self._counters, lane=self._lane, timeline=self._timeline,
+            counters=self._counters, lane=lane, timeline=self._timeline,
         )
+        self._calls.let_go = [self._deliveries.close, batches.close, world.close_lane]
 
     # ---------------------------------------------------------------- local calls
 
@@ -171,7 +172,7 @@ class ExperiencePlane:
         They are copied before the call returns and become visible at the next ``sample`` or
         ``flush``. Raises SchemaError or CapacityError, and then stages nothing.
         """
-        self._check_open()
+        self._calls.check_open()
         n, values = self._layout.check(rows)
         if n:
             self._shard.stage(values, n)
@@ -299,7 +300,7 @@ class ExperiencePlane:
                 if self._hides(gathered):
                     self._deliveries.hide()
             except BaseException as error:
-                self._give_up(error)
+                self._calls.give_up(error)
         self._counters.blocked_ns += self._timeline.leave()
         return batch
 
@@ -312,13 +313,13 @@ class ExperiencePlane:
     def agree(self, flag: int | bool) -> int:
         """The largest ``flag`` of all ranks, for decisions such as stopping early together."""
         begun = time.perf_counter_ns()
-        gathered = self._talk(Operation.AGREE, value=int(flag))
+        gathered = self._calls.talk(Operation.AGREE, value=int(flag))
         self._counters.blocked_ns += time.perf_counter_ns() - begun
         return int(gathered.value.max())
 
     def empty(self) -> None:
         """Forgets all rows, staged ones too. Logical indices go on and are never used again."""
-        self._talk(Operation.EMPTY)
+        self._calls.talk(Operation.EMPTY)
         self._drop_draft()
         self._replay.clear()
         self._directory.clear()
@@ -329,11 +330,11 @@ class ExperiencePlane:
 
         May be called again, and after a failure, when it is a local call.
         """
-        if self._closed:
+        if self._calls.closed:
             return
         try:
-            if self._failure is None and (self._world.size == 1 or dist.is_initialized()):
-                self._talk(Operation.CLOSE)
+            if self._calls.failure is None and (self._world.size == 1 or dist.is_initialized()):
+                self._calls.talk(Operation.CLOSE)
                 self._drop_draft()
         finally:
             self._free()
@@ -353,65 +354,12 @@ class ExperiencePlane:
 
     # ------------------------------------------------------------------- internals
 
-    def _check_open(self) -> None:
-        if self._closed or self._failure is not None:
-            raise WorldError(
-                f"plane {self.name!r} is closed", rank=self._world.rank,
-                cure=f"It failed: {self._failure}" if self._failure else "Make a new one",
-            ) from self._failure
-
-    def _talk(self, operation: Operation, value: int = 0) -> Gathered:
-        """One control exchange; a failure is final for the plane."""
-        self._begin(operation, value)
-        return self._finish()
-
-    def _begin(self, operation: Operation, value: int = 0) -> None:
-        self._check_open()
-        directory, failure = self._directory, self._lane.failure
-        if failure is not None and isinstance(failure.__cause__, BrokenCallError):
-            self._give_up(failure)
-        try:
-            self._control.begin(
-                operation, staged=self._shard.staged, value=value, directory_end=directory.end,
-                directory_state=zlib.crc32(directory.held.data) if self._world.size > 1 else 0,
-                failed=STAGES.index(failure.stage) + 2 if failure is not None else 0,
-                step_us=self._timeline.step_us, fetch_us=self._timeline.fetch_us,
-            )
-        except ConduitError as error:
-            self._give_up(error)
-
-    def _finish(self) -> Gathered:
-        try:
-            with self._timeline.span("control", CALL):
-                return self._control.finish()
-        except BaseException as error:
-            # Other ranks are told here what failed on this one, and then it is raised.
-            self._give_up(self._lane.failure or error)
-
-    def _give_up(self, error: BaseException) -> NoReturn:
-        """The plane is finished: a call that was cut short leaves this rank out of step."""
-        try:
-            raise_told(self._world, error)
-        except BaseException as told:
-            if isinstance(told, ConduitError):
-                self._failure = told
-            elif self._world.size > 1:
-                self._failure = WorldError(
-                    f"a call was cut short by {type(told).__name__}", rank=self._world.rank
-                )
-            if self._failure is not None:
-                # The lanes of other ranks may wait for rows from here.
-                self._deliveries.close()
-                self._exchanges[0].close()
-                self._world.close_lane()
-            raise
-
     def _drop_draft(self) -> None:
         """Collective. Ends what is being fetched."""
         try:
             self._deliveries.clear()
         except BaseException as error:
-            self._give_up(error)
+            self._calls.give_up(error)
 
     def _hides(self, gathered: Gathered | None) -> bool:
         """Whether the next batch is to be fetched on the lane: the same on all ranks."""
@@ -422,13 +370,13 @@ class ExperiencePlane:
 
     def _synchronise(self, operation: Operation) -> Gathered | None:
         """Commits what all ranks staged. What they brought along; None in a world of one."""
-        self._check_open()
+        self._calls.check_open()
         deliveries, alone = self._deliveries, self._world.size == 1
         try:
             deliveries.settle()
         except StageError as error:
             if alone:
-                self._give_up(error)
+                self._calls.give_up(error)
         try:
             if alone:
                 if self._shard.staged:
@@ -436,24 +384,26 @@ class ExperiencePlane:
                         deliveries.begin()
                     self._commits.commit_alone()
                 return None
-            self._begin(operation)
+            self._calls.begin(operation)
             # While control records are on their way: most of the next batch, or all of it if
             # nothing was staged anywhere. (NCCL would hang in what other ranks never join: there
             # it waits until all have said that they are in the same call.)
             ahead = self._world.device.type == "cpu"
             if ahead:
                 deliveries.begin()
-            gathered = self._finish()
+            gathered = self._calls.finish()
             if not ahead:
                 deliveries.begin()
             if np.count_nonzero(gathered.staged):
-                self._commits.commit(gathered.staged, fence=lambda: self._talk(Operation.FENCE))
+                self._commits.commit(
+                    gathered.staged, fence=lambda: self._calls.talk(Operation.FENCE)
+                )
             return gathered
         except BaseException as error:
-            self._give_up(error)
+            self._calls.give_up(error)
 
     def _free(self) -> None:
-        self._closed = True
+        self._calls.closed = True
         self._deliveries.close()
         self._slabs.clear()
         self._shard.close()

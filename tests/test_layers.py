@@ -16,7 +16,7 @@ ROOT = Path(conduit.__file__).parent
 LAYERS = [
     {"errors", "rows", "fields", "blocks", "schema", "metrics", "tracing"},
     {"collectives", "tiers"}, {"edp"}, {"sched"},
-    {"configuration", "creation", "plane"}, {"__init__", "tools"}, {"__main__"},
+    {"calls", "configuration", "creation", "plane"}, {"__init__", "tools"}, {"__main__"},
 ]
 
 

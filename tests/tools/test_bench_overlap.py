@@ -30,7 +30,7 @@ def consistent(found: dict[str, Any], stages: list[str]) -> dict[str, dict[str, 
         assert row["exposed_ms"] == pytest.approx(
             row["iteration_ms"] - row["null_iteration_ms"], abs=0.002
         )
-        assert row["null_iteration_ms"] >= 2 and row["blocked_ms"] > 0
+        assert row["null_iteration_ms"] > 1 and row["blocked_ms"] > 0
     first, last = found["results"][0], found["results"][-1]
     assert found["summary"]["exposed_reduction"] == pytest.approx(
         1 - last["exposed_ms"] / first["exposed_ms"], abs=0.01
