@@ -142,7 +142,9 @@ class Deliveries:
     def _await_rows(self) -> None:
         """Returns when the rows of others are in their places."""
         if Due.BATCH not in self._due:
-            self._fetch.finish()
+            if self._fetch.is_under_way:
+                with self._timeline.span("fetch", CALL):
+                    self._fetch.finish()
         else:
             with self._timeline.span("wait for exchange", CALL):
                 self._due.pop(Due.BATCH).wait()

@@ -66,6 +66,11 @@ class Fetch:
         if len(wanted.slots):
             self._shard.gather(wanted.slots, out)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether rows of others are still to come."""
+        return self._flight is not None
+
     def finish(self) -> None:
         """Waits for the rows of others and puts them in their places."""
         if self._flight is None:

@@ -25,7 +25,7 @@ _WAITS = {"control": "#D55E00", "wait for exchange": "#CC3311", "wait for gather
 """Exposed, and so in colours that stand out."""
 _WORK = {STEP: "#BBBBBB", CALLING: "#FBE3D6", "draw": "#88CCEE", "gather": "#33BBEE",
          "exchange": "#0077BB", "commit": "#DDAA33", "deal": "#CCBB44"}
-_OTHERS = ("#009988", "#117733", "#999933", "#44AA99")
+_OTHERS = ("#B5DCCF", "#6BAF92", "#D9E2A8", "#A9C1A9")
 
 COLUMNS = (
     Column(key="rank"), Column(key="lane"), Column(key="name"), Column(key="count", form=","),
@@ -170,7 +170,7 @@ def _draw(events: Sequence[Event], file: str, *, last_ms: float | None, title: s
     axes.set_title(title)
     axes.legend(
         handles=[Patch(color=colours[name], label=name) for name in names], fontsize=8,
-        loc="upper center", bbox_to_anchor=(0.5, -0.9 / (0.36 * len(rows))),
+        loc="upper center", bbox_to_anchor=(0.5, -0.55 / (0.36 * len(rows))),
         ncols=min(len(names), 9), frameon=False,
     )
     try:
