@@ -42,9 +42,24 @@ def test_five_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "15,000 of 1,000,000" in capsys.readouterr().out
 
 
+def test_what_is_exposed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weight = torch.ones(3, requires_grad=True)
+    with conduit.ExperiencePlane({"x": torch.zeros(3)}, capacity=50, batch_size=4) as plane:
+        for _ in range(3):
+            plane.extend({"x": torch.ones(5, 3)})
+            batch = plane.sample()
+            assert batch is not None
+        exec(blocks("python")[1], {"plane": plane, "loss": (batch["x"] @ weight).mean()})
+    assert "an iteration takes" in capsys.readouterr().out
+    assert weight.grad is not None and "backward" in (tmp_path / "trace-0.json").read_text()
+
+
 def test_a_placement_of_ones_own() -> None:
     scope = setting()
-    exec(blocks("python")[1], scope)
+    exec(blocks("python")[2], scope)
     halves = scope["Halves"]
     assert isinstance(halves, type)
     assert halves().quotas(capacity=10, ranks=4) == [5, 5, 0, 0]
