@@ -11,7 +11,7 @@ from conduit.collectives.watch import BrokenCallError
 from conduit.collectives.world import World
 from conduit.edp.directory import Directory
 from conduit.errors import ConduitError, WorldError
-from conduit.sched.lanes import Lane, raise_told
+from conduit.sched.lanes import Lane, StageError, raise_told
 from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
 
@@ -29,6 +29,7 @@ class Calls:
         self._control, self._world, self._name = control, world, name
         self._directory, self._shard = directory, shard
         self._lane, self._timeline = lane, timeline
+        self._failed: StageError | None = None
         self.failure: ConduitError | None = None
         self.closed = False
         self.let_go: list[Callable[[], None]] = []
@@ -49,7 +50,8 @@ class Calls:
     def begin(self, operation: Operation, value: int = 0) -> None:
         """Sends this rank's control record, which says if a stage of its lane has failed."""
         self.check_open()
-        directory, failure = self._directory, self._lane.failure
+        directory = self._directory
+        failure = self._failed = self._lane.failure
         if failure is not None and isinstance(failure.__cause__, BrokenCallError):
             self.give_up(failure)
         try:
@@ -68,8 +70,9 @@ class Calls:
             with self._timeline.span("control", CALL):
                 return self._control.finish()
         except BaseException as error:
-            # Other ranks are told here what failed on this one, and then it is raised.
-            self.give_up(self._lane.failure or error)
+            # Others have just been told what failed here, and now it is raised. (What fails on the
+            # lane only now does so because another rank has given up.)
+            self.give_up(self._failed or error)
 
     def give_up(self, error: BaseException) -> NoReturn:
         """Raises what the user is to see of ``error``. The plane is finished: a call that was cut

@@ -373,11 +373,12 @@ class ExperiencePlane:
         self._calls.check_open()
         deliveries, alone = self._deliveries, self._world.size == 1
         try:
-            deliveries.settle()
-        except StageError as error:
-            if alone:
-                self._calls.give_up(error)
-        try:
+            try:
+                deliveries.settle()
+            except StageError:
+                if alone:
+                    raise
+                # Others are told in this call.
             if alone:
                 if self._shard.staged:
                     if self._configuration.max_staleness:

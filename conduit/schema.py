@@ -261,7 +261,8 @@ class RowLayout:
                 )
             if rows.get(key) is None:
                 raise SchemaError(
-                    "missing field", field=public(key), expected=self.schema.keys, got=got
+                    "missing field", field=public(key), expected=self.schema.keys, got=got,
+                    cure="Add it to the rows, or leave it out of the example",
                 )
         for key, value in rows.items():
             if key not in known:

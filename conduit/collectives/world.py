@@ -29,6 +29,8 @@ __all__ = ["RECORD_WORDS", "TRANSPORT_ERRORS", "TWO_LEVEL_RANKS", "World"]
 TWO_LEVEL_RANKS = 64
 """Above so many ranks on several hosts, one rank of each host speaks for all of them."""
 
+_LONGER = timedelta(seconds=30)
+
 RECORD_WORDS = 32
 """Integers of a rank's control record at most."""
 
@@ -66,9 +68,10 @@ class World:
     ) -> World:
         """Collective. Joins the ranks of ``group`` (default: all ranks of the job).
 
-        Uses the process group that the program has made. Under torchrun without one it makes it,
-        for the rest of the process: a group that is made again finds the first one's addresses in
-        torchrun's store. Without torchrun it is a world of one.
+        Uses the process group that the program has made. Under torchrun without one it makes it
+        with a timeout 30 seconds above the plane's, for the rest of the process: a group that is
+        made again finds the first one's addresses in torchrun's store. Without torchrun it is a
+        world of one.
         """
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise WorldError("timeout is no duration", expected="a timedelta above 0",
@@ -79,13 +82,14 @@ class World:
                                  cure="Call init_process_group first")
             return cls.alone(device, timeout)
         if not dist.is_initialized():
+            # Longer than the plane's own: a rank that waits for another in a gradient's reduction
+            # is told by the plane on that one, which names who is late.
+            longer = timeout + _LONGER
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl", timeout=timeout, device_id=device
-                )
+                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=longer, device_id=device)
             else:
-                dist.init_process_group("gloo", timeout=timeout)
+                dist.init_process_group("gloo", timeout=longer)
             atexit.register(_destroy_default_group)
         everyone = dist.group.WORLD
         assert everyone is not None

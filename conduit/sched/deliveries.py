@@ -84,7 +84,8 @@ class Deliveries:
         """
         if Due.COMMIT in self._due:
             with self._timeline.span("wait for gather", CALL):
-                self._due.pop(Due.COMMIT).wait()
+                self._due[Due.COMMIT].wait()
+            del self._due[Due.COMMIT]  # only now: a wait can be interrupted
 
     def begin(self) -> None:
         """Collective. Begins the next batch before a commit, unless the lane already has."""
@@ -120,6 +121,7 @@ class Deliveries:
     def clear(self) -> None:
         """Collective. Drops the batch that is being fetched."""
         self._await_rows()
+        self._due.clear()
         self._draft = self._pending = None
 
     def close(self) -> None:
@@ -147,7 +149,8 @@ class Deliveries:
                     self._fetch.finish()
         else:
             with self._timeline.span("wait for exchange", CALL):
-                self._due.pop(Due.BATCH).wait()
+                self._due[Due.BATCH].wait()
+            del self._due[Due.BATCH]
 
     def _begin(self, delivery: Delivery) -> _Pending:
         self._locate(delivery.ahead)

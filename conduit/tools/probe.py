@@ -28,7 +28,7 @@ _TIMEOUT = timedelta(seconds=60)
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE",
-                        help="write the measured links there, for conduit plan")
+                        help="write the measured links there, as JSON")
     parser.add_argument("--short", action="store_true",
                         help="few pairs and short streams, as when a plane starts")
     parser.add_argument("--schedule", metavar="RANKS", type=at_least(1),

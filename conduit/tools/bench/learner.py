@@ -18,6 +18,7 @@ __all__ = ["COMPUTES", "Learner", "Phases"]
 COMPUTES = ("wait", "cpu")
 _SIDE = 192
 _CALIBRATION_NS = 300_000_000
+_TIMED_PRODUCTS = 5
 
 
 class Phases(Protocol):
@@ -62,9 +63,14 @@ class Learner:
         """Collective. Products that fit into the step on the slowest rank, all ranks at it."""
         self._multiply(20)
         self._job.barrier()
-        done, begun = 0, time.perf_counter_ns()
-        while (now := time.perf_counter_ns()) - begun < _CALIBRATION_NS:
-            self._multiply(20)
-            done += 20
-        each_ns = self._job.largest(np.array([(now - begun) // done]))[0]
+        # A few at a time, and their median: when others use the machine too, most of these times
+        # are still undisturbed, while the mean can be a multiple of them.
+        times: list[int] = []
+        begun = before = time.perf_counter_ns()
+        while before - begun < _CALIBRATION_NS:
+            self._multiply(_TIMED_PRODUCTS)
+            now = time.perf_counter_ns()
+            times.append(now - before)
+            before = now
+        each_ns = self._job.largest(np.array([int(np.median(times)) // _TIMED_PRODUCTS]))[0]
         return max(round(self._step_s * 1e9 / int(each_ns)), 1)

@@ -24,10 +24,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,7 @@ _TURNS = 4
 _WARM_UP = 3
 _FILLED_AT_ONCE = 64
 _POOL_ROWS = 512
+_PRODUCED = 4
 _SEED = 0
 
 COLUMNS = (
@@ -140,6 +144,7 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
     job = Job.join()
     try:
         _check_memory(options, job)
+        _check_trace(options, job)
         rows = _measure(options, job, report)
     finally:
         torch.set_num_threads(threads)
@@ -147,16 +152,16 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
     first, last = rows[0], rows[-1]
     found = [asdict(row) for row in rows]
     report.finish(found, Table(columns=COLUMNS, results=found), summary={
-        "exposed_reduction": round(1 - last.exposed_ms / first.exposed_ms, 4),
-        "iteration_reduction": round(1 - last.iteration_ms / first.iteration_ms, 4),
+        "exposed_reduction": _reduction(first.exposed_ms, last.exposed_ms),
+        "iteration_reduction": _reduction(first.iteration_ms, last.iteration_ms),
     })
     return 0
 
 
 def _options(args: argparse.Namespace) -> Options:
     schema = named_schema(args.schema)
-    if args.step_ms <= 0 or args.reduce < 0:
-        raise UsageError("--step-ms must be above 0, and --reduce at least 0")
+    if not (0 < args.step_ms < math.inf and 0 <= args.reduce < math.inf):
+        raise UsageError("--step-ms must be above 0, --reduce at least 0, and both finite")
     return Options(
         schema=schema, rows=args.rows or schema.default_rows, batch=args.batch,
         produce=args.produce, iterations=args.iterations, step_ms=args.step_ms,
@@ -180,14 +185,29 @@ def _stages(options: Options) -> dict[str, dict[str, Any]]:
 def _check_memory(options: Options, job: Job) -> None:
     """Collective. Refuses on all ranks what does not fit on one. The hosts of an emulated cluster
     have one memory, so all ranks are counted."""
-    staging = 2 * max(1_024, options.rows // job.ranks // 8) * job.ranks
-    needed = len(_stages(options)) * (options.rows + staging) * options.schema.layout.row_bytes
+    stages = len(_stages(options))
+    staging = 2 * _staging_rows(options) * job.ranks
+    produced = (stages * _PRODUCED * options.produce + _pool_rows(options)) * job.ranks
+    needed = (stages * (options.rows + staging) + produced) * options.schema.layout.row_bytes
     lacking = needed > 0.9 * available_bytes(torch.device("cpu"))
     if job.largest(np.array([lacking], dtype=np.int64))[0]:
         raise UsageError(
             f"{options.rows:,} rows do not fit once for every stage: about {needed / 1e9:.1f} GB "
-            "are needed, give fewer --rows"
+            "are needed, give fewer --rows or --produce"
         )
+
+
+def _check_trace(options: Options, job: Job) -> None:
+    """Collective. Refuses on all ranks what cannot be written on one, before it is measured."""
+    folder = Path(f"{options.trace}-").parent
+    lacking = options.trace is not None and not (folder.is_dir() and os.access(folder, os.W_OK))
+    if job.largest(np.array([lacking], dtype=np.int64))[0]:
+        raise UsageError(f"cannot write traces into {str(folder)!r}: every host needs that folder")
+
+
+def _reduction(first_ms: float, last_ms: float) -> float | None:
+    """None if there was nothing to reduce."""
+    return round(1 - last_ms / first_ms, 4) if first_ms > 0 else None
 
 
 def _measure(options: Options, job: Job, report: Reporter) -> list[Row]:
@@ -202,7 +222,7 @@ def _measure(options: Options, job: Job, report: Reporter) -> list[Row]:
             planes[name] = stack.enter_context(ExperiencePlane(
                 options.schema.schema, capacity=options.rows, batch_size=options.batch,
                 seed=_SEED, name="bench overlap",
-                ingestion=Ingestion(staging_rows=max(1_024, options.produce)), **arguments,
+                ingestion=Ingestion(staging_rows=_staging_rows(options)), **arguments,
             ))
         report.begin(
             Environment.here(world=job.ranks, hosts=planes["central"].report().hosts, device="cpu",
@@ -246,14 +266,24 @@ def _notes(options: Options) -> list[str]:
 def _fill(plane: ExperiencePlane, options: Options) -> None:
     """Collective. In commits as small as the later ones: the oldest rows, which leave first, then
     are spread over ranks as the new ones are."""
-    pool = random_rows(options.schema.schema, _POOL_ROWS, seed=_SEED + plane.rank)
+    pool_rows = _pool_rows(options)
+    pool = random_rows(options.schema.schema, pool_rows, seed=_SEED + plane.rank)
     at_once = options.produce if options.produce >= 8 else _FILLED_AT_ONCE
     share = -(-options.rows // plane.ranks)
     for begin in range(0, share, at_once):
         n = min(at_once, share - begin)
-        first = begin % (_POOL_ROWS - n) if n < _POOL_ROWS else 0
+        first = begin % (pool_rows - n + 1)
         plane.extend(pool[first : first + n])
         plane.flush()
+
+
+def _pool_rows(options: Options) -> int:
+    """Random rows to fill from: never fewer than one commit takes."""
+    return max(_POOL_ROWS, options.produce)
+
+
+def _staging_rows(options: Options) -> int:
+    return max(1_024, options.produce)
 
 
 def _turns(iterations: int) -> list[int]:
@@ -270,7 +300,7 @@ class Run:
         if options.produce and plane is not None:
             self._produced = cycle([
                 random_rows(options.schema.schema, options.produce, seed=_SEED + 10 + i)
-                for i in range(4)
+                for i in range(_PRODUCED)
             ])
         self.iterations_ns: list[int] = []
         self.blocked_ns: list[int] = []
