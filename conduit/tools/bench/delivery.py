@@ -1,9 +1,9 @@
 """``bench delivery``: whole collective ``sample`` calls, and where their time goes.
 
 [Note: what a delivery costs]
-``us`` is a whole ``plane.sample()``: the control exchange, the commit of what was extended, draws,
-routing, gather, exchange and the batch, on the rank that takes longest. Beside it, in the same
-iterations, run
+``us`` is a whole ``plane.sample()``, nothing of which is done before (``overlap=False``): the
+control exchange, the commit of what was extended, draws, routing, gather, exchange and the batch,
+on the rank that takes longest. Beside it, in the same iterations, run
 
 - ``small_collective_us``: the smallest collective there is, so what any agreement costs at least;
 - ``gather_us``: a gather of as many rows as a batch has from a plain tensor;
@@ -198,6 +198,7 @@ def _measure(options: Options, job: Job, report: Reporter) -> list[Row]:
     with ExperiencePlane(
         schema, capacity=options.rows, batch_size=options.batch, routing=options.routing,
         ingestion=Ingestion(staging_rows=staging_rows), seed=_SEED, name="bench delivery",
+        overlap=False,
     ) as plane:
         hosts = plane.report().hosts
         report.begin(
