@@ -303,9 +303,11 @@ class Ranks:
         self._failed = self._failed or any(one.error is not None for one in found.values())
         return [found[rank] for rank in ranks]
 
-    def values(self, *, ranks: Sequence[int] | None = None) -> list[Any]:
+    def values(
+        self, *, ranks: Sequence[int] | None = None, patience_s: float = _PATIENCE_S
+    ) -> list[Any]:
         """As ``outcomes``, where no rank may fail: the values. Fails the test with all traces."""
-        outcomes = self.outcomes(ranks=ranks)
+        outcomes = self.outcomes(ranks=ranks, patience_s=patience_s)
         failed = [
             f"rank {rank}: {one.error}: {one.text}\n{one.trace}"
             for rank, one in zip(ranks or range(self.size), outcomes, strict=True)
