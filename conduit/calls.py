@@ -90,4 +90,8 @@ class Calls:
                 for let_go in self.let_go:
                     let_go()
                 self.let_go = []
+                if not isinstance(told, ConduitError):
+                    # Only this rank knows: others learn it from its connections.
+                    self._control.close()
+                    self._world.close()
             raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from conduit.collectives.transports import AllToAll, Network, PointToPoint, Rail
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.errors import WorldError
+
+Maker: TypeAlias = Callable[[World, int], Network]
 
 __all__ = ["TRANSPORTS", "candidates", "measure", "open_exchanges"]
 
@@ -78,30 +81,29 @@ def _open(
     return [
         RowExchange(
             where, row_bytes, windows=windows[i] if windows is not None else None,
-            network=candidates(where, shared=windows is not None)[chosen](i) if makers else None,
-            observe=observe, on_lane=i == 0,
+            network=makers[chosen](where, i) if makers else None, observe=observe, on_lane=i == 0,
         ) for i, where in enumerate([world.lane or world, *[world] * (count - 1)])
     ]
 
 
-def candidates(world: World, *, shared: bool) -> dict[str, Callable[[int], Network]]:
-    """What can carry rows over the network, by name, each made for a tag."""
+def candidates(world: World, *, shared: bool) -> dict[str, Maker]:
+    """What can carry rows over the network, by name, each made for a world and a tag."""
     if world.size == 1:
         return {}
     if world.device.type == "cuda":
-        return {AllToAll.name: lambda tag: AllToAll(world)}
-    makers: dict[str, Callable[[int], Network]] = {
-        PointToPoint.name: lambda tag: PointToPoint(world, tag=tag)
+        return {AllToAll.name: lambda where, tag: AllToAll(where)}
+    makers: dict[str, Maker] = {
+        PointToPoint.name: lambda where, tag: PointToPoint(where, tag=tag)
     }
     if not shared:
-        makers[AllToAll.name] = lambda tag: AllToAll(world)
+        makers[AllToAll.name] = lambda where, tag: AllToAll(where)
     elif Rail.is_possible(world):
-        makers[Rail.name] = lambda tag: Rail(world, tag=tag)
+        makers[Rail.name] = lambda where, tag: Rail(where, tag=tag)
     return makers
 
 
 def measure(
-    world: World, row_bytes: int, makers: dict[str, Callable[[int], Network]], *, rows: int
+    world: World, row_bytes: int, makers: dict[str, Maker], *, rows: int
 ) -> dict[str, int]:
     """Collective. Microseconds that each candidate takes to send ``rows`` rows a rank, evenly to
     all other ranks: the same on all ranks. In each run the slowest rank counts, and of all runs the
@@ -115,7 +117,7 @@ def measure(
     exchanges = {
         name: RowExchange(
             world, row_bytes, windows=None if windows is None else windows[i],
-            network=make(_TRIAL_TAG),
+            network=make(world, _TRIAL_TAG),
         ) for i, (name, make) in enumerate(makers.items())
     }
     taken: dict[str, list[int]] = {name: [] for name in makers}

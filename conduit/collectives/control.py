@@ -59,7 +59,7 @@ _OPERATION, _NUMBER = FIELDS.index("operation"), FIELDS.index("number")
 _STAGED, _FAILED, _VALUE, _STEP, _FETCH = range(len(AGREED), len(FIELDS))
 
 STAGES = ("draw", "gather", "exchange")
-"""What a rank can have failed in, beside the call itself."""
+"""What a rank can have failed in on its lane, before the call: see :mod:`conduit.sched.stages`."""
 
 
 class Gathered(NamedTuple):

@@ -12,7 +12,11 @@ group mix up payloads without any error. NCCL work is issued from the training t
 calls, where all ranks come to it in the same order.
 
 What a stage raises is kept. Later work of the lane is not begun, and every wait raises
-:class:`StageError`, which names the stage; the plane tells the other ranks in its next call.
+:class:`StageError`, which names the stage; the plane tells the other ranks in its next call. What
+the frames of its traceback refer to is let go, or the thread would keep the plane alive.
+
+A program that ends with work on a lane waits for it for some seconds: a daemon thread that comes
+back from Gloo while Python is being taken apart takes the process with it.
 
 No memory is handed to a stream by ``record_stream``: a stream lane waits, before each piece of
 work, for what the current stream has to do until then, so whatever the user's kernels still read
@@ -21,7 +25,10 @@ is finished before the lane writes to it.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -37,6 +44,8 @@ from conduit.tracing import Tracer
 __all__ = ["Lane", "StageError", "StreamLane", "Ticket", "WorkerLane", "lane_for", "raise_told"]
 
 Work = Callable[[], None]
+
+_ENDING_S = 5.0
 
 
 class StageError(Exception):
@@ -106,7 +115,7 @@ class WorkerLane:
 
     def __init__(self, tracer: Tracer) -> None:
         self._state = _State(tracer)
-        self._thread: threading.Thread | None = None
+        self._started = False
         # The thread knows the queue, not the lane: a lane that is dropped ends its thread.
         self._end = weakref.finalize(self, self._state.queue.put, None)
 
@@ -115,11 +124,13 @@ class WorkerLane:
         return self._state.failure
 
     def run(self, stage: str, work: Work) -> Ticket:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._state.loop, name="conduit lane", daemon=True
-            )
-            self._thread.start()
+        if not self._end.alive:
+            raise RuntimeError("work for a lane that was closed")
+        if not self._started:
+            thread = threading.Thread(target=self._state.loop, name="conduit lane", daemon=True)
+            thread.start()
+            _threads[thread] = self._state
+            self._started = True
         over = threading.Lock()
         over.acquire()
         self._state.queue.put(_Piece(stage, work, over))
@@ -144,10 +155,33 @@ class _State:
                     with self._tracer.span(piece.stage, WorkerLane.name):
                         piece.work()
                 except BaseException as error:
-                    self.failure = StageError(piece.stage)
-                    self.failure.__cause__ = error
+                    failure = StageError(piece.stage)
+                    failure.__cause__ = error
+                    _let_go_of_locals(error)
+                    self.failure = failure
             piece.over.release()
             del piece  # or it would keep the plane alive until the next one
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, _State] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Lets threads of lanes finish what they do, as long as that takes no longer than usual."""
+    threads = list(_threads.items())
+    for _, state in threads:
+        state.queue.put(None)
+    deadline = time.monotonic() + _ENDING_S
+    for thread, _ in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _let_go_of_locals(error: BaseException | None) -> None:
+    """Of the frames in the tracebacks of an error and of those that led to it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Done:
@@ -185,15 +219,17 @@ class StreamLane:
         except Exception as error:
             self._failure = StageError(stage)
             raise self._failure from error
-        return _Recorded(self._stream.record_event(), self._device)
+        return _Recorded(self, self._stream.record_event(), self._device)
 
     def close(self) -> None:
         """The stream ends by itself."""
 
 
 class _Recorded:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event, self._device = event, device
+    def __init__(self, lane: StreamLane, event: torch.cuda.Event, device: torch.device) -> None:
+        self._lane, self._event, self._device = lane, event, device
 
     def wait(self) -> None:
+        if self._lane.failure is not None:
+            raise self._lane.failure
         torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -1,9 +1,11 @@
-"""The stages of a delivery and of a commit: what each needs, and by when it must be done."""
+"""The stages of a delivery and of a commit, and by when each must be done."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from conduit.collectives.control import STAGES
 
 __all__ = ["COMMIT", "DRAW", "EXCHANGE", "GATHER", "LATE", "SEND_HOME", "Due", "Stage"]
 
@@ -21,22 +23,23 @@ class Due(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """``links`` says whether rows of other ranks are sent or waited for in it."""
+    """One step of the experience path; errors, traces and explanations call it by its name."""
 
     name: str
     due: Due
-    links: bool = False
 
 
-DRAW = Stage(name="draw", due=Due.COMMIT)
+_DRAW, _GATHER, _EXCHANGE = STAGES
+
+DRAW = Stage(name=_DRAW, due=Due.COMMIT)
 """Draws a batch, routes it, and looks up where its rows lie."""
-GATHER = Stage(name="gather", due=Due.COMMIT, links=True)
+GATHER = Stage(name=_GATHER, due=Due.COMMIT)
 """Gathers the rows that others want, sends them, gathers those that lie here, and makes views."""
-EXCHANGE = Stage(name="exchange", due=Due.BATCH, links=True)
+EXCHANGE = Stage(name=_EXCHANGE, due=Due.BATCH)
 """Waits for the rows of others and puts them in their places."""
-LATE = Stage(name="late rows", due=Due.CALL, links=True)
+LATE = Stage(name="late rows", due=Due.CALL)
 """Fetches what the last commit changed in a draft."""
 COMMIT = Stage(name="commit", due=Due.CALL)
 """Plans a commit and makes its rows visible."""
-SEND_HOME = Stage(name="send home", due=Due.CALL, links=True)
+SEND_HOME = Stage(name="send home", due=Due.CALL)
 """Packs the rows beyond this rank's quota, sends them to their holders, and writes what comes."""

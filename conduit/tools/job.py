@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from conduit.tools.arguments import UsageError
+
 __all__ = ["Job", "leads"]
 
 
@@ -61,6 +63,11 @@ class Job:
         """Collective. Returns when all ranks are here."""
         if self.group is not None:
             dist.barrier(group=self.group)
+
+    def refuse_if(self, wrong: bool, why: str) -> None:
+        """Collective. Raises UsageError on all ranks if something is ``wrong`` on one of them."""
+        if self.largest(np.array([wrong], dtype=np.int64))[0]:
+            raise UsageError(why)
 
     def largest(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Collective. The maximum over ranks, element by element."""

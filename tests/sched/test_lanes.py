@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -43,6 +44,14 @@ def ended(before: int) -> bool:
     while len(threads()) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(threads()) <= before
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    """Threads of lanes that an earlier test closed are on their way out."""
+    deadline = time.monotonic() + 1
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def boom() -> NoReturn:
@@ -161,3 +170,181 @@ def test_what_the_user_sees_of_a_failure() -> None:
 
 def test_the_lane_of_the_cpu_is_a_thread() -> None:
     assert isinstance(lane_for(torch.device("cpu"), Tracer()), WorkerLane)
+
+
+def test_a_wait_returns_when_its_own_work_is_done_and_not_before() -> None:
+    lane, release, returned = WorkerLane(Tracer()), threading.Event(), threading.Event()
+    quick = lane.run("quick", lambda: None)
+    slow = lane.run("slow", lambda: release.wait() and None)
+    quick.wait()
+
+    def waiting() -> None:
+        slow.wait()
+        returned.set()
+
+    waiter = threading.Thread(target=waiting)
+    waiter.start()
+    assert not returned.wait(0.05)
+    release.set()
+    assert returned.wait(5)
+    waiter.join()
+    lane.close()
+
+
+def test_every_wait_of_the_worker_tells_the_same_failure() -> None:
+    """Again and again, and for work given before the failure as for work given after it."""
+    lane = WorkerLane(Tracer())
+    tickets = [lane.run("draw", lambda: None), lane.run("gather", boom), lane.run("exchange", boom)]
+    for ticket in [*reversed(tickets), *tickets]:
+        with pytest.raises(StageError, match="stage 'gather' failed") as caught:
+            ticket.wait()
+        assert caught.value is lane.failure
+        assert isinstance(caught.value.__cause__, ValueError)
+    lane.close()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_the_worker_keeps_whatever_is_raised(kind: type[BaseException]) -> None:
+    def work() -> NoReturn:
+        raise kind
+
+    lane, before = WorkerLane(Tracer()), len(threads())
+    with pytest.raises(StageError) as caught:
+        lane.run("draw", work).wait()
+    assert isinstance(caught.value.__cause__, kind)
+    assert len(threads()) == before + 1, "its thread goes on"
+    lane.close()
+    assert ended(before)
+
+
+@examples(60)
+@given(program=st.lists(st.one_of(
+    st.tuples(st.just("run"), st.sampled_from([0, 0, 0, 0, 0, 1])),
+    st.tuples(st.just("wait"), st.integers(0, 30)),
+), max_size=30))
+def test_the_worker_does_what_a_list_would(program: list[tuple[str, int]]) -> None:
+    """Work that is given, waits in any order and more than once, and now and then a failure."""
+    lane, tickets, done, failed = WorkerLane(Tracer()), [], [], None
+    for kind, number in program:
+        if kind == "run":
+            here = len(tickets)
+            if failed is None and number:
+                failed = here
+            work = boom if number else lambda here=here: done.append(here)
+            tickets.append(lane.run(f"work {here}", work))
+        elif tickets:
+            here = number % len(tickets)
+            try:
+                tickets[here].wait()
+                assert failed is None or here < failed
+                assert done[: here + 1] == list(range(here + 1))
+            except StageError as error:
+                assert error.stage == f"work {failed}"
+    lane.close()
+    for ticket in tickets:
+        with contextlib.suppress(StageError):
+            ticket.wait()
+    assert done == list(range(len(tickets) if failed is None else failed))
+    assert (lane.failure is None) is (failed is None)
+
+
+def test_work_given_before_the_worker_is_closed_is_still_done() -> None:
+    lane, release, done = WorkerLane(Tracer()), threading.Event(), []
+    lane.run("waiting", lambda: release.wait() and None)
+    last = lane.run("last", lambda: done.append(1))
+    lane.close()
+    lane.close()
+    release.set()
+    last.wait()
+    assert done == [1]
+
+
+def test_a_lane_that_is_dropped_while_it_works_ends_its_thread() -> None:
+    before, release = len(threads()), threading.Event()
+    lane = WorkerLane(Tracer())
+    ticket = lane.run("waiting", lambda: release.wait() and None)
+    del lane
+    gc.collect()
+    release.set()
+    ticket.wait()
+    assert ended(before)
+
+
+def test_a_ticket_keeps_nothing_of_finished_work() -> None:
+    class Thing: ...
+
+    lane, thing = WorkerLane(Tracer()), Thing()
+    seen = weakref.ref(thing)
+    ticket = lane.run("stage", lambda thing=thing: None)
+    del thing
+    ticket.wait()
+    deadline = time.monotonic() + 5
+    while seen() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert seen() is None
+    lane.close()
+
+
+class Owner:
+    """Has a lane and gives it its own methods, as a plane does."""
+
+    def __init__(self) -> None:
+        self.lane = WorkerLane(Tracer())
+
+    def fails(self) -> None:
+        raise ValueError("boom")
+
+    def works(self) -> None: ...
+
+
+@pytest.mark.parametrize("stage", [
+    "works",
+    "fails",
+])
+def test_an_owner_that_is_dropped_ends_the_thread_of_its_lane(stage: str) -> None:
+    before, owner = len(threads()), Owner()
+    seen = weakref.ref(owner)
+    ticket = owner.lane.run(stage, getattr(owner, stage))
+    with contextlib.suppress(StageError):
+        ticket.wait()
+    lane = weakref.ref(owner.lane)
+    del owner, ticket
+    gc.collect()
+    try:
+        assert seen() is None
+        assert ended(before)
+    finally:
+        if (left := lane()) is not None:
+            left.close()
+
+
+def test_a_wait_for_work_given_to_a_closed_lane_ends() -> None:
+    lane = WorkerLane(Tracer())
+    lane.run("first", lambda: None).wait()
+    lane.close()
+    try:
+        ticket = lane.run("late", lambda: None)
+    except Exception:
+        return
+    returned = threading.Event()
+
+    def waiting() -> None:
+        with contextlib.suppress(StageError):
+            ticket.wait()
+        returned.set()
+
+    threading.Thread(target=waiting, daemon=True).start()
+    assert returned.wait(2)
+
+
+@pytest.mark.parametrize("error", [
+    KeyboardInterrupt(), RuntimeError("mine"), WorldError("gone", rank=3), SystemExit(2),
+], ids=repr)
+def test_what_did_not_happen_on_a_lane_is_raised_as_it_is(error: BaseException) -> None:
+    world = World(
+        rank=3, size=1, device=torch.device("cpu"), timeout=timedelta(seconds=1),
+        hosts=np.zeros(1, dtype=np.int64),
+    )
+    with pytest.raises(type(error)) as caught:
+        raise_told(world, error)
+    assert caught.value is error

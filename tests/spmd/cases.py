@@ -25,6 +25,9 @@ __all__ = ["Quotas", "Rows", "inspect", "make_plane", "play"]
 
 TIMEOUT = timedelta(seconds=15)
 
+OWN_DECISION = Timeline.hides
+"""What a plane decides by time, before :func:`make_plane` puts something in its place."""
+
 
 @dataclass(frozen=True)
 class Quotas:

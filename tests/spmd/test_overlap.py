@@ -22,7 +22,7 @@ from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
 from conduit.sched.fetch import Fetch
 from conduit.sched.timeline import Timeline
-from tests.spmd.cases import make_plane
+from tests.spmd.cases import OWN_DECISION, make_plane
 from tests.spmd.conftest import Pools
 from tests.spmd.ranks import Rank, Ranks
 
@@ -30,7 +30,7 @@ UPDATES = 1_000
 ITERATIONS = 400
 """Of the program with sleeps everywhere; 10,000 of it were run by hand."""
 
-_hides = Timeline.hides
+_hides = OWN_DECISION
 EXAMPLE = {"x": torch.zeros(6), "y": torch.zeros(1)}
 
 
@@ -232,3 +232,106 @@ def test_alone_and_with_a_plane_that_may_be_stale(pools: Pools) -> None:
     """A draft in a world of one is a draft like any other."""
     assert pools[1].run(ages, max_staleness=1, flushes=0)[0].count(1) > 20
     assert conduit.ExperiencePlane(EXAMPLE, capacity=4, batch_size=2).explain().startswith("no ")
+
+
+def trained_restlessly(rank: Rank, *, decision: str, jitter: int, **arguments: Any) -> Any:
+    """``trained`` where every rank sleeps before every call and the last one longest, and where the
+    plane decides by time, or ``"either"`` way at random, alike on all ranks."""
+    global _hides
+    usual, sample = _hides, conduit.ExperiencePlane.sample
+    sleeps, coin = random.Random(f"{jitter} {rank.number}"), random.Random(jitter)
+    seen: list[tuple[int, int]] = []
+    hidden = 0
+
+    def hides(step_us: int, fetch_us: int) -> bool:
+        nonlocal hidden
+        seen.append((step_us, fetch_us))
+        way = OWN_DECISION(step_us, fetch_us) if decision == "own" else coin.random() < 0.5
+        hidden += way
+        return way
+
+    def sleepy(self: conduit.ExperiencePlane, **more: Any) -> Any:
+        time.sleep(0.001 if rank.number == rank.size - 1 else sleeps.random() * 0.001)
+        return sample(self, **more)
+
+    _hides = hides
+    conduit.ExperiencePlane.sample = sleepy  # type: ignore[method-assign]
+    try:
+        result = trained(rank, how="timed", jitter=jitter, **arguments)
+    finally:
+        _hides = usual
+        conduit.ExperiencePlane.sample = sample  # type: ignore[method-assign]
+    assert len(seen) == arguments["updates"], "the plane has asked"
+    assert decision == "own" or 0.3 < hidden / len(seen) < 0.7
+    return {**result, "figures": seen[-1], "hidden": hidden}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "updates", "decision", "routing"), [
+    (1, UPDATES // 4, "own", "exchangeable"), (2, UPDATES // 4, "own", "exchangeable"),
+    (2, UPDATES // 10, "own", "independent"), (2, UPDATES // 4, "either", "independent"),
+    # Four ranks on two cores are slow: all 1,000 updates were run by hand, in every way.
+    (4, UPDATES // 20, "own", "exchangeable"),
+])
+def test_however_a_plane_decides_training_is_the_same(
+    pools: Pools, ranks: int, updates: int, decision: str, routing: str
+) -> None:
+    """On all ranks alike, by the figures of all of them."""
+    reference = patient(
+        pools[ranks], trained, how="within", routing=routing, updates=updates, jitter=0
+    )
+    results = patient(
+        pools[ranks], trained_restlessly, decision=decision, routing=routing, updates=updates,
+        jitter=5,
+    )
+    assert len({(*one.pop("figures"), one.pop("hidden")) for one in results}) == 1
+    assert results == reference
+
+
+def windows(rank: Rank, *, max_staleness: int, hidden: bool) -> list[list[int]]:
+    """Batches of rows that know their logical index. Every one must be of a buffer as it was at
+    most ``max_staleness`` commits ago."""
+    capacity, counts = 50, random.Random("counts")
+    found, ages = [], []
+    ends = [0]
+    with make_plane(
+        rank, {"number": torch.tensor(0)}, capacity=capacity, batch_rows=32, hidden=hidden,
+        overlap=hidden, max_staleness=max_staleness, routing="independent", min_size=1,
+    ) as plane:
+        for _ in range(120):
+            flushes = counts.choice([0, 0, 0, 1, 2, 3])
+            for call in range(flushes + 1):
+                produced = [counts.choice([0, 0, 1, 2, 5]) for _ in range(rank.size)]
+                first = ends[-1] + sum(produced[: rank.number])
+                plane.extend({"number": torch.arange(first, first + produced[rank.number])})
+                if sum(produced):
+                    ends.append(ends[-1] + sum(produced))
+                if call < flushes:
+                    plane.flush()
+            batch = plane.sample()
+            assert (batch is None) is (ends[-1] == 0)
+            if batch is None:
+                continue
+            assert torch.equal(batch["number"], batch["index"])
+            index = batch["index"].tolist()
+            fitting = [
+                age for age, end in enumerate(reversed(ends))
+                if end and max(0, end - capacity) <= min(index) and max(index) < end
+            ]
+            assert fitting and fitting[0] <= max_staleness, (index, ends[-4:])
+            ages.append(fitting[0])
+            found.append(index)
+    assert len(found) > 100 and len({*ages}) > (max_staleness > 0), "some batches were stale"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_batch_is_one_of_a_buffer_of_at_most_so_many_commits_ago(
+    pools: Pools, ranks: int, max_staleness: int
+) -> None:
+    """One buffer for all rows of a batch, and the same on the lane as within the call."""
+    hidden, within = (
+        pools[ranks].run(windows, max_staleness=max_staleness, hidden=way) for way in (True, False)
+    )
+    assert hidden == within

@@ -38,7 +38,7 @@ from conduit.tiers.memory import available_bytes
 from conduit.tools.arguments import UsageError, at_least
 from conduit.tools.bench.floor import Floor, packed
 from conduit.tools.bench.peers import TorchRLRemote, require
-from conduit.tools.bench.rounds import Step, Times, collective_rounds
+from conduit.tools.bench.rounds import Step, Times, collective_rounds, turns_of
 from conduit.tools.bench.transfers import BareTransfer, SmallCollective
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
@@ -177,11 +177,11 @@ def _check_memory(options: Options, job: Job) -> None:
     buffers = sharers * (plane + share + 2 * _POOL_CHUNKS * _CHUNK_ROWS)
     needed = (buffers + options.peer * options.rows) * options.schema.layout.row_bytes
     lacking = needed > 0.9 * available_bytes(torch.device("cpu"))
-    if job.largest(np.array([lacking], dtype=np.int64))[0]:
-        raise UsageError(
-            f"{options.rows:,} rows do not fit: every host needs about {needed / 1e9:.1f} GB, "
-            "give fewer --rows"
-        )
+    job.refuse_if(
+        lacking,
+        f"{options.rows:,} rows do not fit: every host needs about {needed / 1e9:.1f} GB, "
+        "give fewer --rows",
+    )
 
 
 def _staging_rows(options: Options, job: Job) -> int:
@@ -281,7 +281,7 @@ def _race(
         theirs.append(Step(name="one", call=peer.sample if job.rank == 1 else lambda: None))
     turns: list[dict[str, Times]] = []
     spans: list[tuple[Report, Report]] = []
-    for iterations in _turns(options.iterations):
+    for iterations in turns_of(options.iterations, _TURNS):
         turn: dict[str, Times] = {}
         for steps in (ours, theirs):
             turn |= collective_rounds(
@@ -303,12 +303,6 @@ def _race(
         )
         for step, learners in (("everyone", job.ranks), ("one", 1))
     ]
-
-
-def _turns(iterations: int) -> list[int]:
-    """The iterations of every turn: as equal as can be, and none without any."""
-    shares = [iterations // _TURNS + (turn < iterations % _TURNS) for turn in range(_TURNS)]
-    return [share for share in shares if share]
 
 
 def _row(

@@ -44,6 +44,7 @@ from conduit.plane import ExperiencePlane
 from conduit.tiers.memory import available_bytes
 from conduit.tools.arguments import UsageError, at_least
 from conduit.tools.bench.learner import COMPUTES, Learner
+from conduit.tools.bench.rounds import turns_of
 from conduit.tools.bench.timing import undisturbed
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
@@ -190,19 +191,20 @@ def _check_memory(options: Options, job: Job) -> None:
     produced = (stages * _PRODUCED * options.produce + _pool_rows(options)) * job.ranks
     needed = (stages * (options.rows + staging) + produced) * options.schema.layout.row_bytes
     lacking = needed > 0.9 * available_bytes(torch.device("cpu"))
-    if job.largest(np.array([lacking], dtype=np.int64))[0]:
-        raise UsageError(
-            f"{options.rows:,} rows do not fit once for every stage: about {needed / 1e9:.1f} GB "
-            "are needed, give fewer --rows or --produce"
-        )
+    job.refuse_if(
+        lacking,
+        f"{options.rows:,} rows do not fit once for every stage: about {needed / 1e9:.1f} GB are "
+        "needed, give fewer --rows or --produce",
+    )
 
 
 def _check_trace(options: Options, job: Job) -> None:
     """Collective. Refuses on all ranks what cannot be written on one, before it is measured."""
     folder = Path(f"{options.trace}-").parent
     lacking = options.trace is not None and not (folder.is_dir() and os.access(folder, os.W_OK))
-    if job.largest(np.array([lacking], dtype=np.int64))[0]:
-        raise UsageError(f"cannot write traces into {str(folder)!r}: every host needs that folder")
+    job.refuse_if(
+        lacking, f"cannot write traces into {str(folder)!r}: every host needs that folder"
+    )
 
 
 def _reduction(first_ms: float, last_ms: float) -> float | None:
@@ -235,7 +237,7 @@ def _measure(options: Options, job: Job, report: Reporter) -> list[Row]:
         runs = {name: Run(plane, learner, options) for name, plane in planes.items()}
         null = Run(None, learner, options)
         with undisturbed():
-            for turn, iterations in enumerate(_turns(options.iterations)):
+            for turn, iterations in enumerate(turns_of(options.iterations, _TURNS)):
                 for name, loop in {"null": null, **runs}.items():
                     report.progress(f"turn {turn + 1} of {_TURNS}: {name}")
                     job.barrier()
@@ -284,11 +286,6 @@ def _pool_rows(options: Options) -> int:
 
 def _staging_rows(options: Options) -> int:
     return max(1_024, options.produce)
-
-
-def _turns(iterations: int) -> list[int]:
-    shares = [iterations // _TURNS + (turn < iterations % _TURNS) for turn in range(_TURNS)]
-    return [share for share in shares if share]
 
 
 class Run:

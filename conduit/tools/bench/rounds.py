@@ -18,7 +18,7 @@ from conduit.tools.bench.timing import undisturbed
 from conduit.tools.job import Job
 from conduit.tools.output import Progress
 
-__all__ = ["Step", "Times", "collective_rounds"]
+__all__ = ["Step", "Times", "collective_rounds", "turns_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +76,9 @@ def collective_rounds(
                     step.after()
     longest = job.largest(times)[:, warm_up:] / 1e3
     return {step.name: Times(iterations_us=longest[i]) for i, step in enumerate(steps)}
+
+
+def turns_of(iterations: int, turns: int) -> list[int]:
+    """The iterations of every turn: as equal as can be, and none without any."""
+    shares = [iterations // turns + (turn < iterations % turns) for turn in range(turns)]
+    return [share for share in shares if share]
