@@ -19,6 +19,7 @@ from conduit.errors import (
 from conduit.metrics import Report
 from conduit.plane import ExperiencePlane
 from conduit.schema import Field, RowLayout, Schema
+from conduit.tiers.specification import Device, Disk, Host, Pinned, Shared
 
 __version__ = "0.1.0"
 
@@ -28,15 +29,20 @@ __all__ = [
     "Central",
     "ConduitError",
     "DesyncError",
+    "Device",
+    "Disk",
     "EmptyError",
     "ExperiencePlane",
     "Field",
+    "Host",
     "Ingestion",
+    "Pinned",
     "Placement",
     "Report",
     "RowLayout",
     "Schema",
     "SchemaError",
+    "Shared",
     "TimeoutError",
     "WorldError",
 ]

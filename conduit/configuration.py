@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,10 @@ from conduit.edp.placement import Balanced, Placement, checked_quotas
 from conduit.edp.routing import ROUTINGS
 from conduit.errors import CapacityError, WorldError
 from conduit.schema import RowLayout, Rows, Schema
+from conduit.tiers.shard import ring_rows
+from conduit.tiers.specification import Memory, checked_tiers, parse_bytes
 
 __all__ = ["Configuration", "chosen_device"]
-
-_UNITS = {
-    "": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
@@ -44,12 +39,16 @@ class Configuration:
     seed: int
     name: str
     overlap: bool
+    tiers: tuple[Memory, ...]
+    placement: Placement
+    ingestion: Ingestion
 
     @classmethod
     def checked(
         cls, example: Rows | Schema, *, ranks: int, rank: int, capacity: int | str,
         batch_size: int, ingestion: Ingestion | None, placement: Placement | None, routing: str,
-        max_staleness: int, min_size: int, seed: int, name: str, overlap: bool,
+        max_staleness: int, min_size: int, seed: int, name: str, overlap: bool, tiers: Any,
+        device: torch.device,
     ) -> Configuration:
         """The configuration, or SchemaError, CapacityError or WorldError for what is wrong."""
         if routing not in ROUTINGS:
@@ -74,16 +73,25 @@ class Configuration:
                 "min_size can never be reached", rank=rank, expected=f"at most {rows} rows",
                 got=min_size,
             )
-        quotas = checked_quotas(placement or Balanced(), capacity=rows, ranks=ranks)
+        placement = placement or Balanced()
+        quotas = checked_quotas(placement, capacity=rows, ranks=ranks)
         if ingestion is not None and not isinstance(ingestion, Ingestion):
             raise WorldError("ingestion is out of range", rank=rank, got=repr(ingestion),
                              expected="conduit.Ingestion(staging_rows=...)")
-        staging_rows = (ingestion or Ingestion()).rows(capacity=rows, ranks=ranks)
+        ingestion = ingestion or Ingestion()
+        staging_rows = ingestion.rows(capacity=rows, ranks=ranks)
         return cls(
             layout=layout, capacity=rows, batch_size=batch_size, quotas=quotas,
             staging_rows=staging_rows, routing=routing, max_staleness=max_staleness,
             min_size=min_size, seed=seed, name=name, overlap=overlap,
+            tiers=checked_tiers(tiers, device), placement=placement, ingestion=ingestion,
         )
+
+    def ring_rows(self, capacity: int) -> NDArray[np.int64]:
+        """Slots that each rank needs for a buffer of ``capacity`` rows, int64 ``[ranks]``."""
+        ranks = len(self.quotas)
+        quotas = checked_quotas(self.placement, capacity=capacity, ranks=ranks)
+        return ring_rows(quotas, self.ingestion.rows(capacity=capacity, ranks=ranks))
 
     def fingerprint(self) -> dict[str, int]:
         """One integer for everything that ranks must have in common."""
@@ -93,6 +101,8 @@ class Configuration:
             "routing": ROUTINGS.index(self.routing), "max_staleness": self.max_staleness,
             "min_size": self.min_size, "placement": _hash(self.quotas.tolist()),
             "staging": self.staging_rows, "name": _hash(self.name), "overlap": int(self.overlap),
+            # Ranks may have disks at different paths.
+            "tiers": _hash([(tier.name, tier.size) for tier in self.tiers]),
         }
 
     def told(self, field: str) -> str:
@@ -135,15 +145,12 @@ def chosen_device(device: torch.device | str | None) -> torch.device:
 
 def _rows(capacity: int | str, row_bytes: int) -> int:
     """``capacity`` in rows: an integer is rows, a string such as "64GB" or "512MiB" bytes."""
-    rows = capacity
+    rows: int | None
     if isinstance(capacity, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B\s*", capacity.upper())
-        if not found:
-            raise CapacityError(
-                "capacity is not understood", got=repr(capacity),
-                expected="rows as an integer, or bytes such as '64GB'",
-            )
-        rows = int(float(found[1]) * _UNITS[found[2]]) // row_bytes
+        nbytes = parse_bytes(capacity)
+        rows = None if nbytes is None else nbytes // row_bytes
+    else:
+        rows = capacity
     if not isinstance(rows, (int, np.integer)) or isinstance(rows, bool):
         raise CapacityError(
             "capacity is not understood", got=repr(capacity),

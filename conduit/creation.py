@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from conduit.collectives.control import FINGERPRINT, Control, Operation
-from conduit.collectives.world import World
+from conduit.collectives.watch import raise_missing
+from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.configuration import Configuration
 from conduit.errors import DesyncError, SchemaError, WorldError
 from conduit.schema import Schema
-from conduit.tiers.memory import MemoryTier
-from conduit.tiers.shard import Shard, ring_rows
+from conduit.tiers.budgets import Budget, budgets, most_that_fits, refuse
+from conduit.tiers.files import Owner
+from conduit.tiers.opening import open_store
+from conduit.tiers.shard import Shard
+from conduit.tiers.tier import Ring
 
-__all__ = ["create_together", "make_shard"]
+__all__ = ["create_together", "make_shard", "told_by_all"]
 
 
 def create_together(
@@ -76,13 +83,40 @@ def _refuse_arguments(
     ) from None
 
 
-def make_shard(configuration: Configuration, world: World) -> Shard:
-    """This rank's shard."""
-    layout, staging_rows = configuration.layout, configuration.staging_rows
-    rows = ring_rows(configuration.quotas, staging_rows)
-    tier = MemoryTier(
-        layout, rows=int(rows[world.rank]), all_rows=int(rows[world.memory_sharers].sum()),
-        device=world.device,
+def told_by_all(world: World, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Collective. Every rank's integers, ``[ranks, len(mine)]``; TimeoutError or WorldError naming
+    the ranks that did not come."""
+    try:
+        return world.gather(mine)
+    except TRANSPORT_ERRORS as error:
+        raise_missing(world, "making the plane", error)
+
+
+def make_shard(
+    configuration: Configuration, world: World, stocks: NDArray[np.int64]
+) -> Shard:
+    """This rank's shard, within its budgets. ``stocks`` is what all ranks saw of their memory."""
+    layout, rank = configuration.layout, world.rank
+
+    def fits(capacity: int) -> tuple[list[Budget], Ring, bool]:
+        """This rank's budgets and ring for so many rows, and whether the one holds the other."""
+        wanted = configuration.ring_rows(capacity).tolist()
+        rings = [Ring.of(layout, rows, world.device) for rows in wanted]
+        ring = rings[rank]
+        found = budgets(
+            configuration.tiers, stocks, np.array([ring.nbytes for ring in rings]), rank,
+            world.hosts == world.hosts[rank],
+        )
+        room = sum(budget.usable_bytes // ring.segment_bytes for budget in found)
+        return found, ring, room >= ring.segments
+
+    found, ring, fitting = fits(configuration.capacity)
+    if not fitting:
+        most = most_that_fits(lambda rows: fits(rows)[2], configuration.capacity)
+        raise refuse(found, ring.nbytes, f"The largest capacity that fits this rank is {most:,} "
+                     f"rows ({layout.row_bytes:,} bytes each)")
+    store = open_store(ring, found, Owner.here(configuration.name, rank))
+    return Shard(
+        layout, store, quota_rows=int(configuration.quotas[rank]),
+        staging_rows=configuration.staging_rows,
     )
-    quota_rows = int(configuration.quotas[world.rank])
-    return Shard(layout, tier, quota_rows=quota_rows, staging_rows=staging_rows)

@@ -36,8 +36,9 @@ class Report:
     system had no shared memory left. ``slow_links`` are links into this rank that carry less than
     0.7 of what they did when the plane was made. ``late_rows`` counts draws of the global batch
     that a commit changed after they were drafted (0 in a world of one, which drafts nothing).
-    ``fresh_slabs`` are batches that needed fresh memory, because earlier ones are kept by the user
-    (or there were none).
+    ``tiers`` are the bytes of this rank's shard in each kind of memory, in the order in which they
+    were given. ``fresh_slabs`` are batches that needed fresh memory, because earlier ones are kept
+    by the user (or there were none).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Report:
     row_bytes: int
     shard_rows: int
     shard_bytes: int
+    tiers: tuple[tuple[str, int], ...]
     directory_bytes: int
     samples: int
     commits: int
@@ -97,7 +99,8 @@ class Report:
             + (f"; {self.unshared_exchanges:,} exchanges found no shared memory"
                if self.unshared_exchanges else ""),
             *(f"  slow link   {link}" for link in self.slow_links),
-            f"  memory      {(self.shard_bytes + self.directory_bytes) / 1e6:,.1f} MB; "
+            f"  memory      {(self.shard_bytes + self.directory_bytes) / 1e6:,.1f} MB "
+            f"({', '.join(f'{name} {held / 1e6:,.1f} MB' for name, held in self.tiers)}); "
             f"{self.fresh_slabs:,} batches needed fresh memory",
             f"  blocked     {self.blocked_ms:,.1f} ms in plane calls, {per_sample:.3f} ms a batch",
         ]

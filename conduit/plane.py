@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +22,14 @@ from conduit.collectives.live import LiveLinks
 from conduit.collectives.probe import links_at_start
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
-from conduit.creation import create_together, make_shard
+from conduit.creation import create_together, make_shard, told_by_all
 from conduit.edp.delivery import Replay
 from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
 from conduit.edp.routing import typical_moves
-from conduit.errors import EmptyError
+from conduit.errors import ConduitError, EmptyError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
@@ -38,6 +39,8 @@ from conduit.sched.lanes import StageError, lane_for
 from conduit.sched.slabs import SlabPool
 from conduit.sched.timeline import PHASES, Timeline
 from conduit.schema import Rows, Schema
+from conduit.tiers.budgets import NO_STOCK, stock
+from conduit.tiers.specification import Memory
 from conduit.tracing import Tracer
 
 __all__ = ["ExperiencePlane"]
@@ -72,6 +75,9 @@ class ExperiencePlane:
         name: tells planes apart in errors, and gives each its own draws.
         overlap: False to fetch everything inside ``sample``, as a reference. The batches are the
             same.
+        tiers: the memory of each rank's shard, such as ``[conduit.Host("8GB"),
+            conduit.Disk("/nvme", "500GB")]``, with sizes for all ranks of a host together. By
+            default the memory of ``device``, on a GPU the host's as well.
 
     Raises:
         SchemaError: the example cannot be stored, or ranks gave different schemas.
@@ -97,12 +103,14 @@ class ExperiencePlane:
         timeout: timedelta = timedelta(minutes=5),
         name: str = "experience",
         overlap: bool = True,
+        tiers: str | Sequence[Memory] = "auto",
     ) -> None:
         world = World.join(device=chosen_device(device), timeout=timeout, group=group)
         self._world = world
         fingerprint = dict.fromkeys(FINGERPRINT, 0)
         configuration: Configuration | None = None
         problem: Exception | None = None
+        seen = NO_STOCK
         # A rank whose arguments are bad still takes part in the first exchange, so that the others
         # learn of it there instead of waiting for it.
         try:
@@ -110,14 +118,24 @@ class ExperiencePlane:
                 example, ranks=world.size, rank=world.rank, capacity=capacity,
                 batch_size=batch_size, ingestion=ingestion, placement=placement, routing=routing,
                 max_staleness=max_staleness, min_size=min_size, seed=seed, name=name,
-                overlap=overlap,
+                overlap=overlap, tiers=tiers, device=world.device,
             )
             self._configuration, self._layout = configuration, configuration.layout
             fingerprint = configuration.fingerprint()
-            self._shard = make_shard(configuration, world)
-            self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
+            seen = stock(configuration.tiers, world.device)
         except Exception as error:  # a policy of the user's can raise anything
             problem = error
+        try:
+            stocks = told_by_all(world, seen)
+        except ConduitError:
+            world.close()
+            raise
+        if configuration is not None and not (stocks[:, 0] == NO_STOCK[0]).any():
+            try:
+                self._shard = make_shard(configuration, world, stocks)
+                self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
+            except Exception as error:
+                problem = error
         self._control = Control(world, fingerprint)
         try:
             create_together(self._control, world, configuration, problem)
@@ -238,7 +256,8 @@ class ExperiencePlane:
             routing=self._configuration.routing, rows=self._directory.size, capacity=self.capacity,
             row_bytes=self._layout.row_bytes,
             shard_rows=int(self._directory.held[world.rank]),
-            shard_bytes=self._shard.tier.nbytes, directory_bytes=self._directory.nbytes,
+            shard_bytes=self._shard.store.nbytes, tiers=self._shard.store.held_bytes(),
+            directory_bytes=self._directory.nbytes,
             samples=counters.samples, commits=counters.commits, fences=counters.fences,
             rows_staged=counters.rows_staged, rows_committed=counters.rows_committed,
             rows_skipped=counters.rows_skipped, rows_sent_home=counters.rows_sent_home,

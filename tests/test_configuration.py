@@ -19,7 +19,8 @@ def configuration(**changes: Any) -> Configuration:
     arguments: dict[str, Any] = {
         "example": EXAMPLE, "ranks": 3, "rank": 1, "capacity": 1000, "batch_size": 8,
         "ingestion": None, "placement": None, "routing": "exchangeable", "max_staleness": 0,
-        "min_size": 0, "seed": 0, "name": "experience", "overlap": True,
+        "min_size": 0, "seed": 0, "name": "experience", "overlap": True, "tiers": "auto",
+        "device": torch.device("cpu"),
         **changes,
     }
     return Configuration.checked(arguments.pop("example"), **arguments)

@@ -661,7 +661,7 @@ def test_capacities_that_mean_nothing_are_refused(capacity: Any) -> None:
 
 @pytest.mark.parametrize("capacity", [10**12, "900TB"])
 def test_a_capacity_beyond_memory_is_refused(capacity: Any) -> None:
-    with pytest.raises(CapacityError, match="tier cannot hold"):
+    with pytest.raises(CapacityError, match="tiers cannot hold"):
         plane_of(capacity)
 
 

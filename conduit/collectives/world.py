@@ -131,11 +131,7 @@ class World:
 
     def _find_hosts(self, ranks: list[int]) -> None:
         """Collective. Who is on which host, memory shared in it, and how hosts talk."""
-        identities = np.empty(self.size, dtype=np.int64)
-        mine = np.full(self.size, host_identity())
-        dist.all_to_all_single(
-            torch.from_numpy(identities), torch.from_numpy(mine), group=self.control
-        )
+        identities = self.gather(np.array([host_identity()]))[:, 0]
         numbers: dict[int, int] = {}
         self.hosts = np.array(
             [numbers.setdefault(identity, len(numbers)) for identity in identities.tolist()]
@@ -143,6 +139,18 @@ class World:
         opened = self.open_windows(1, words=2 * (1 + self.size) * RECORD_WORDS)
         self.windows = opened[0] if opened else None
         self._agree_on_levels(ranks)
+
+    def gather(self, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Collective. Every rank's integers, ``[ranks, len(mine)]``. Not for the hot path, and
+        errors are the transport's."""
+        if self.size == 1:
+            return mine[None]
+        sent = np.tile(mine, (self.size, 1))
+        got = np.empty_like(sent)
+        dist.all_to_all_single(
+            torch.from_numpy(got), torch.from_numpy(sent), group=self.control
+        )
+        return got
 
     def _agree_on_levels(self, ranks: list[int]) -> None:
         """Collective, once it is known who is where."""

@@ -29,12 +29,13 @@ from conduit.collectives.exchange import RowExchange
 from conduit.edp.delivery import Ahead, Delivery, Late, Replay
 from conduit.metrics import Counters
 from conduit.sched.batch import BatchMaker
-from conduit.sched.fetch import Fetch, Wanted, put
+from conduit.sched.fetch import Fetch, Wanted
 from conduit.sched.lanes import Lane, Ticket
 from conduit.sched.slabs import LANE, POOL, USER, Slab, SlabPool
 from conduit.sched.stages import DRAW, EXCHANGE, GATHER, LATE, Due
 from conduit.sched.timeline import CALL, Timeline
 from conduit.tiers.shard import Shard
+from conduit.tiers.store import put
 
 __all__ = ["Deliveries"]
 
@@ -165,7 +166,7 @@ class Deliveries:
     def _add_late(self, late: Late, pending: _Pending) -> None:
         """Fetches late rows and puts them in their seats."""
         count = len(late.seats)
-        block = self._shard.layout.block(count, self._shard.tier.device)
+        block = self._shard.layout.block(count, self._shard.store.ring.device)
         records = self._shard.layout.records(block)
         moves = late.transfers
         slots = self._shard.slots(late.indices)

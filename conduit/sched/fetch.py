@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.metrics import Counters
 from conduit.schema import Records
 from conduit.tiers.shard import Shard
+from conduit.tiers.store import put
 
 __all__ = ["Fetch", "Wanted"]
 
@@ -85,12 +85,3 @@ class Fetch:
     def abandon(self) -> None:
         """Gives up waiting, and the connections that an exchange in flight keeps open."""
         self._flight = None
-
-
-def put(rows: Records, out: Records, places: Numbers) -> None:
-    """Copies ``rows`` to ``places`` in ``out``."""
-    if isinstance(out, Tensor):
-        assert isinstance(rows, Tensor)
-        out.index_copy_(0, torch.from_numpy(places).to(out.device), rows)
-    else:
-        out[places] = rows

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conduit.blocks import BlockWriter
 from conduit.errors import CapacityError
 from conduit.schema import Records, RowLayout
-from conduit.tiers.memory import MemoryTier
+from conduit.tiers.store import Store
 
 __all__ = ["Runs", "Shard", "ring_rows"]
 
@@ -95,13 +94,12 @@ class Shard:
     """The rows of one rank, in a ring of ``ring_rows`` slots."""
 
     def __init__(
-        self, layout: RowLayout, tier: MemoryTier, *, quota_rows: int, staging_rows: int
+        self, layout: RowLayout, store: Store, *, quota_rows: int, staging_rows: int
     ) -> None:
-        self.layout, self.tier = layout, tier
+        self.layout, self.store = layout, store
         self.quota_rows, self.staging_rows = quota_rows, staging_rows
         self.ring_rows = ring_rows(quota_rows, staging_rows)
         self.staged = 0
-        self._writer = BlockWriter(layout.columns, tier.block)
         self._runs = Runs()
         self._head = self._base = 0
 
@@ -119,16 +117,16 @@ class Shard:
         start = (self._head + self.staged) % self.ring_rows
         first = min(rows, self.ring_rows - start)
         if first == rows:
-            self._writer.write(values, start, start + rows)
+            self.store.pack(values, start, rows)
         else:
-            self._writer.write([v[:first] for v in values], start, start + first)
-            self._writer.write([v[first:] for v in values], 0, rows - first)
+            self.store.pack([v[:first] for v in values], start, first)
+            self.store.pack([v[first:] for v in values], 0, rows - first)
         self.staged += rows
 
     def copy_staged(self, first: int, out: Tensor) -> None:
         """Copies staged rows from number ``first`` on into ``out``, uint8 ``[rows, row_bytes]``.
         """
-        self.tier.gather(self._slots(self._head + first, len(out)), self.layout.records(out))
+        self.store.gather(self._slots(self._head + first, len(out)), self.layout.records(out))
 
     def receive(
         self, *, counts: Index, own: NDArray[np.bool_], dropped: int, arrivals: Arrivals
@@ -143,14 +141,13 @@ class Shard:
         kept = int(counts[own].sum())
         before = int(counts[: int(own.argmax())].sum()) if kept else 0
         if before and kept:
-            rows = self.layout.block(kept, self.tier.device)
-            self.tier.gather(self._slots(base, kept), self.layout.records(rows))
-            self.tier.write(self._slots(base + before, kept), rows)
+            rows = self.store.read(self._slots(base, kept))
+            self.store.write(self._slots(base + before, kept), rows)
         places = np.concatenate([
             self._slots(base, before),
             self._slots(base + before + kept, int(counts.sum()) - kept - before),
         ])
-        arrivals(lambda rows, start: self.tier.write(places[start : start + len(rows)], rows))
+        arrivals(lambda rows, start: self.store.write(places[start : start + len(rows)], rows))
 
     def commit(self, *, starts: Index, counts: Index, dropped: int, begin: int) -> None:
         """Makes rows visible: runs of ``counts`` rows at logical ``starts``, in logical order.
@@ -184,8 +181,7 @@ class Shard:
 
     def close(self) -> None:
         """Gives the memory back."""
-        self.tier.close()
-        self._writer = BlockWriter(self.layout.columns, self.tier.block)
+        self.store.close()
 
     def slots(self, indices: Index) -> Index:
         """Slots of rows held here, by logical index; for others some number, and no error."""
@@ -197,7 +193,7 @@ class Shard:
 
     def gather(self, slots: Index, out: Records) -> None:
         """Copies the rows at ``slots`` into the block whose records ``out`` are, in that order."""
-        self.tier.gather(slots, out)
+        self.store.gather(slots, out)
 
     def _slots(self, ordinal: int, rows: int) -> Index:
         return (ordinal + np.arange(rows)) % self.ring_rows

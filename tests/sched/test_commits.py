@@ -26,12 +26,12 @@ def live_slots(plane: ExperiencePlane) -> np.ndarray:
 
 def snapshot(plane: ExperiencePlane) -> tuple[np.ndarray, torch.Tensor]:
     slots = live_slots(plane)
-    return slots, plane._shard.tier.block[torch.from_numpy(slots)].clone()
+    return slots, plane._shard.store.read(slots)
 
 
 def assert_still_there(plane: ExperiencePlane, before: tuple[np.ndarray, torch.Tensor]) -> None:
     slots, rows = before
-    assert torch.equal(plane._shard.tier.block[torch.from_numpy(slots)], rows)
+    assert torch.equal(plane._shard.store.read(slots), rows)
 
 
 @st.composite

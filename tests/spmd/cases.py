@@ -201,7 +201,7 @@ def play_watching_slots(
 
         def live() -> tuple[NDArray[np.int64], torch.Tensor]:
             slots = shard.slots(inspect(p, rows)["mine"])
-            return slots, shard.tier.block[torch.from_numpy(slots)]
+            return slots, shard.store.read(slots)
 
         for kind, *arguments in operations:
             if kind == "extend":
@@ -219,6 +219,6 @@ def play_watching_slots(
                     before = None
             if before is not None:
                 slots, held = before
-                assert torch.equal(shard.tier.block[torch.from_numpy(slots)], held)
+                assert torch.equal(shard.store.read(slots), held)
                 watched += len(slots)
     return {"watched": watched}

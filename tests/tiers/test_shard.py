@@ -15,9 +15,9 @@ from torch import Tensor
 
 from conduit.errors import CapacityError
 from conduit.schema import RowLayout, Schema
-from conduit.tiers.memory import MemoryTier
 from conduit.tiers.shard import Runs, Shard, ring_rows
 from tests.properties import examples
+from tests.tiers.stores import block_of, store_of
 
 # Rows without padding, so that they can be compared whole.
 LAYOUT = RowLayout(Schema.from_example({
@@ -52,9 +52,9 @@ def packed(values: list[int]) -> Tensor:
 
 def shard_of(quota_rows: int, staging_rows: int) -> Shard:
     rows = ring_rows(quota_rows, staging_rows) + INBOX
-    tier = MemoryTier(LAYOUT, rows=rows, all_rows=rows, device=torch.device("cpu"))
-    tier.block.fill_(0xEE)
-    return Shard(LAYOUT, tier, quota_rows=quota_rows, staging_rows=staging_rows)
+    store = store_of(LAYOUT, rows)
+    block_of(store).fill_(0xEE)
+    return Shard(LAYOUT, store, quota_rows=quota_rows, staging_rows=staging_rows)
 
 
 def numbers_at(shard: Shard, slots: np.ndarray) -> list[int]:
@@ -201,7 +201,7 @@ def test_a_shard_is_a_list(data: st.DataObject, quota: int, staging: int) -> Non
             case = data.draw(commit_cases(len(model.staged), len(model.live), quota))
             apply(shard, model, case)
         assert_holds(shard, model)
-    assert (shard.tier.block[shard.ring_rows :] == 0xEE).all(), "only the ring is written"
+    assert (block_of(shard.store)[shard.ring_rows :] == 0xEE).all(), "only the ring is written"
 
 
 @examples(200)
@@ -286,12 +286,12 @@ def test_staging_is_bounded_exactly() -> None:
     shard, model = shard_of(10, 6), Model()
     stage(shard, model, 4)
     for rows in (3, 100):
-        before = shard.tier.block.clone()
+        before = block_of(shard.store).clone()
         with pytest.raises(CapacityError, match="cannot be staged") as caught:
             shard.stage(columns(list(range(rows))), rows)
         assert "at most 2 more" in str(caught.value)
         assert shard.staged == 4
-        assert torch.equal(shard.tier.block, before)
+        assert torch.equal(block_of(shard.store), before)
     stage(shard, model, 2)
     assert shard.staged == 6
     with pytest.raises(CapacityError):

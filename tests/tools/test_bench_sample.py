@@ -85,7 +85,7 @@ def test_what_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> N
     words = ("bench", "sample", "--schema", "mujoco")
     assert "uniform" in refused(*words, "--sampler", "prioritized")
     assert "torchrl, cpprb" in refused(*words, "--peer", "zzz")
-    monkeypatch.setattr(sample, "available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr(sample, "host_bytes", lambda: (10_000_000, 10_000_000))
     line = refused(*words, "--rows", "1000000", "--peer", "none")
     assert "give --rows" in line
 

@@ -34,7 +34,7 @@ from conduit.edp.ingestion import Ingestion
 from conduit.edp.routing import ROUTINGS
 from conduit.metrics import Report
 from conduit.plane import ExperiencePlane
-from conduit.tiers.memory import available_bytes
+from conduit.tiers.available import host_bytes
 from conduit.tools.arguments import UsageError, at_least
 from conduit.tools.bench.floor import Floor, packed
 from conduit.tools.bench.peers import TorchRLRemote, require
@@ -176,7 +176,7 @@ def _check_memory(options: Options, job: Job) -> None:
     plane = share + 2 * _staging_rows(options, job) + options.batch
     buffers = sharers * (plane + share + 2 * _POOL_CHUNKS * _CHUNK_ROWS)
     needed = (buffers + options.peer * options.rows) * options.schema.layout.row_bytes
-    lacking = needed > 0.9 * available_bytes(torch.device("cpu"))
+    lacking = needed > 0.9 * host_bytes()[1]
     job.refuse_if(
         lacking,
         f"{options.rows:,} rows do not fit: every host needs about {needed / 1e9:.1f} GB, "

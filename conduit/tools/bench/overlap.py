@@ -41,7 +41,7 @@ from conduit.edp.placement import Central
 from conduit.edp.routing import ROUTINGS
 from conduit.metrics import Report
 from conduit.plane import ExperiencePlane
-from conduit.tiers.memory import available_bytes
+from conduit.tiers.available import host_bytes
 from conduit.tools.arguments import UsageError, at_least
 from conduit.tools.bench.learner import COMPUTES, Learner
 from conduit.tools.bench.rounds import turns_of
@@ -190,7 +190,7 @@ def _check_memory(options: Options, job: Job) -> None:
     staging = 2 * _staging_rows(options) * job.ranks
     produced = (stages * _PRODUCED * options.produce + _pool_rows(options)) * job.ranks
     needed = (stages * (options.rows + staging) + produced) * options.schema.layout.row_bytes
-    lacking = needed > 0.9 * available_bytes(torch.device("cpu"))
+    lacking = needed > 0.9 * host_bytes()[1]
     job.refuse_if(
         lacking,
         f"{options.rows:,} rows do not fit once for every stage: about {needed / 1e9:.1f} GB are "

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from conduit.plane import ExperiencePlane
-from conduit.tiers.memory import available_bytes
+from conduit.tiers.available import host_bytes
 from conduit.tools.arguments import UsageError, at_least, comma_list
 from conduit.tools.bench.floor import Floor, packed
 from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerError, chosen_peers
@@ -167,7 +167,7 @@ def _check_memory(options: Options, peers: int) -> None:
     buffers = options.rows * (2 + peers) + max(options.rows // 4, 2_048)
     pool = 3 * _POOL_CHUNKS * sum(CHUNK_ROWS)
     needed = (buffers + pool) * options.schema.layout.row_bytes
-    available = available_bytes(torch.device("cpu"))
+    available = host_bytes()[1]
     if needed > 0.9 * available:
         fitting = int(0.9 * available / options.schema.layout.row_bytes - pool) // (3 + peers)
         raise UsageError(
