@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +16,10 @@ from tensordict import TensorDict
 
 import conduit
 import conduit.collectives.world
+import conduit.tiers.opening
 from conduit.sched.timeline import Timeline
 from conduit.schema import Field
+from conduit.tiers.specification import Memory
 from tests.simulation import no_links
 from tests.spmd.ranks import Rank
 from tests.spmd.rows import FieldSpec, Serials, content, field_bytes
@@ -24,6 +27,10 @@ from tests.spmd.rows import FieldSpec, Serials, content, field_bytes
 __all__ = ["Quotas", "Rows", "inspect", "make_plane", "play"]
 
 TIMEOUT = timedelta(seconds=15)
+TIERS = {
+    "host": conduit.Host("10%"), "shared": conduit.Shared("10%"),
+    "disk": conduit.Disk(tempfile.gettempdir(), "1GB"),
+}
 
 OWN_DECISION = Timeline.hides
 """What a plane decides by time, before :func:`make_plane` puts something in its place."""
@@ -74,12 +81,14 @@ class Rows:
 def make_plane(
     rank: Rank, example: Any, *, capacity: int | str, batch_rows: int,
     placement: str = "balanced", quotas: Sequence[int] = (), staging_rows: int | None = None,
-    hosts: Sequence[int] | None = None, hidden: bool = False, **more: Any,
+    hosts: Sequence[int] | None = None, hidden: bool = False,
+    tiers: str | Sequence[str | Memory] = "auto", **more: Any,
 ) -> conduit.ExperiencePlane:
     """A plane with a placement of the library, or with one of our ``"own"`` that gives ``quotas``.
 
     ``hosts[r]`` is where rank r seems to run; by default they share this host. Batches are always
-    fetched on the lane if ``hidden``, else never: left to itself a plane decides by time.
+    fetched on the lane if ``hidden``, else never: left to itself a plane decides by time. Of
+    several ``tiers`` all get equal parts of the shard, whatever they cost.
     """
     Timeline.hides = staticmethod(lambda *figures: hidden)  # type: ignore[method-assign]
     placements: dict[str, conduit.Placement | None] = {
@@ -90,15 +99,25 @@ def make_plane(
         identity = conduit.collectives.world.host_identity
         conduit.collectives.world.host_identity = lambda: 1_000 + hosts[rank.number]
         conduit.plane.links_at_start = no_links  # they are all this host's loopback
+    memory = tiers if isinstance(tiers, str) else [
+        TIERS[tier] if isinstance(tier, str) else tier for tier in tiers
+    ]
+    split, conduit.tiers.opening.split = conduit.tiers.opening.split, even_split
     try:
         return conduit.ExperiencePlane(
             example, capacity=capacity, batch_size=batch_rows, placement=placements[placement],
-            ingestion=conduit.Ingestion(staging_rows=staging_rows),
+            ingestion=conduit.Ingestion(staging_rows=staging_rows), tiers=memory,
             **{"timeout": TIMEOUT, **more},
         )
     finally:
+        conduit.tiers.opening.split = split
         if hosts is not None and rank.size > 1:
             conduit.collectives.world.host_identity = identity
+
+
+def even_split(needed: int, rooms: Sequence[int], *rest: object) -> list[int]:
+    """In place of the library's rule: as many segments to every tier."""
+    return [needed // len(rooms) + (i < needed % len(rooms)) for i in range(len(rooms))]
 
 
 def play(
@@ -126,8 +145,11 @@ def play(
         return {"index": batch["index"].cpu().numpy(), "rows": rows.bytes_of(batch)}
 
     with make_plane(rank, rows.schema, **plane) as p:
+        store = p._shard.store
         for kind, *arguments in operations:
             rank.pause()
+            for _ in range(ways.randrange(4) if len(store.tiers) > 1 else 0):
+                store.move(ways.randrange(store.ring.segments), ways.randrange(len(store.tiers)))
             if kind in ("extend", "agree"):
                 streams = arguments[0]
                 owners = [stream * rank.size // len(streams) for stream in range(len(streams))]

@@ -38,6 +38,7 @@ class Setting:
     hosts: Sequence[int]
     staging_rows: int | None
     hidden: bool = False
+    tiers: Sequence[str] = ("host",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Program:
                 "placement": setting.placement, "quotas": list(setting.quotas),
                 "hosts": list(setting.hosts), "staging_rows": setting.staging_rows,
                 "hidden": setting.hidden, "max_staleness": self.max_staleness, "name": "played",
+                "tiers": list(setting.tiers),
             },
         }
 
@@ -169,7 +171,7 @@ def _programs(draw: st.DrawFn) -> Program:
 
 @st.composite
 def _settings(draw: st.DrawFn, program: Program, ranks: int) -> Setting:
-    """A routing, a placement, hosts and a staging bound for ``ranks`` ranks."""
+    """A routing, a placement, hosts, tiers and a staging bound for ``ranks`` ranks."""
     capacity = program.capacity
     most = max([1] + [
         sum(n for stream, n in enumerate(rest[0]) if owner(stream, ranks) == rank)
@@ -191,6 +193,9 @@ def _settings(draw: st.DrawFn, program: Program, ranks: int) -> Setting:
         ranks=ranks, routing=draw(st.sampled_from(["exchangeable", "independent"])),
         placement=placement, quotas=quotas, hosts=hosts,
         staging_rows=draw(st.sampled_from([None, most, most + 3])), hidden=draw(st.booleans()),
+        tiers=draw(st.sampled_from([
+            ("host",), ("shared",), ("disk",), ("host", "disk"), ("host", "shared", "disk"),
+        ])),
     )
 
 

@@ -142,6 +142,7 @@ def test_two_runs_are_bit_identical(
                 if setting.hidden:  # the batch before may be in use as yet, or not
                     report.pop("fresh_slabs")
                 report.pop("transports")  # whichever was quickest this time
+                report.pop("tiers")  # segments move about by chance
             assert one["report"] == other["report"], (setting, rank)
 
 

@@ -14,6 +14,7 @@ from conduit.tiers.disk import DiskTier
 from conduit.tiers.files import Owner
 from conduit.tiers.host import HostTier
 from conduit.tiers.mapped import MappedRing, MappedTier
+from conduit.tiers.pinned import PinnedTier
 from conduit.tiers.shared import SharedTier
 from conduit.tiers.slab import SlabTier
 from conduit.tiers.split import UNMEASURED
@@ -37,8 +38,7 @@ def tier_of(
         return SharedTier(mapped, segments, OWNER)
     if name == "disk":
         return DiskTier(mapped, segments, OWNER, folder)
-    assert name == "device"
-    return DeviceTier(ring, segments)
+    return {"device": DeviceTier, "pinned": PinnedTier}[name](ring, segments)
 
 
 def store_of(
