@@ -10,6 +10,7 @@ from conduit.collectives.control import STAGES, Control, Gathered, Operation
 from conduit.collectives.watch import BrokenCallError
 from conduit.collectives.world import World
 from conduit.edp.directory import Directory
+from conduit.edp.updates import Updates
 from conduit.errors import ConduitError, WorldError
 from conduit.sched.lanes import Lane, StageError, raise_told
 from conduit.sched.timeline import CALL, Timeline
@@ -24,11 +25,11 @@ class Calls:
 
     def __init__(
         self, *, control: Control, world: World, directory: Directory, shard: Shard, lane: Lane,
-        timeline: Timeline, name: str,
+        timeline: Timeline, updates: Updates, name: str,
     ) -> None:
         self._control, self._world, self._name = control, world, name
         self._directory, self._shard = directory, shard
-        self._lane, self._timeline = lane, timeline
+        self._lane, self._timeline, self._updates = lane, timeline, updates
         self._failed: StageError | None = None
         self.failure: ConduitError | None = None
         self.closed = False
@@ -60,6 +61,7 @@ class Calls:
                 directory_state=zlib.crc32(directory.held.data) if self._world.size > 1 else 0,
                 failed=STAGES.index(failure.stage) + 2 if failure is not None else 0,
                 step_us=self._timeline.step_us, fetch_us=self._timeline.fetch_us,
+                updates=self._updates.rows,
             )
         except ConduitError as error:
             self.give_up(error)

@@ -19,6 +19,8 @@ class Counters:
     rows_committed: int = 0
     rows_skipped: int = 0
     rows_sent_home: int = 0
+    rows_updated: int = 0
+    updates_ignored: int = 0
     rows_delivered: int = 0
     rows_received: int = 0
     blocked_ns: int = 0
@@ -61,6 +63,8 @@ class Report:
     rows_committed: int
     rows_skipped: int
     rows_sent_home: int
+    rows_updated: int
+    updates_ignored: int
     rows_delivered: int
     rows_received: int
     late_rows: int

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 
 from conduit.calls import Calls
 from conduit.collectives.choice import open_exchanges
@@ -29,6 +30,7 @@ from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
 from conduit.edp.routing import typical_moves
+from conduit.edp.updates import Updates
 from conduit.errors import ConduitError, EmptyError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
@@ -36,8 +38,10 @@ from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
 from conduit.sched.explanation import explain
 from conduit.sched.lanes import StageError, lane_for
+from conduit.sched.late_columns import LateColumns
 from conduit.sched.slabs import SlabPool
-from conduit.sched.timeline import PHASES, Timeline
+from conduit.sched.stages import LATE_COLUMNS
+from conduit.sched.timeline import CALL, PHASES, Timeline
 from conduit.schema import Rows, Schema
 from conduit.tiers.budgets import NO_STOCK, stock
 from conduit.tiers.specification import Memory
@@ -154,9 +158,10 @@ class ExperiencePlane:
         self._tracer = Tracer(rank=world.rank)
         self._timeline = Timeline(self._tracer, overlap=configuration.overlap)
         lane = lane_for(world.device, self._tracer)
+        self._updates = Updates(self._layout)
         self._calls = Calls(
             control=self._control, world=world, directory=self._directory, shard=self._shard,
-            lane=lane, timeline=self._timeline, name=name,
+            lane=lane, timeline=self._timeline, updates=self._updates, name=name,
         )
         self._counters = Counters()
         self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
@@ -172,6 +177,10 @@ class ExperiencePlane:
             directory=self._directory, shard=self._shard, exchange=homewards,
             quotas=configuration.quotas, rank=world.rank, counters=self._counters,
             timeline=self._timeline,
+        )
+        self._late_columns = LateColumns(
+            updates=self._updates, directory=self._directory, shard=self._shard,
+            exchange=homewards, swap=self._control.swap, rank=world.rank, counters=self._counters,
         )
         self._deliveries = Deliveries(
             replay=self._replay, shard=self._shard, exchange=batches, late_exchange=late,
@@ -199,6 +208,20 @@ class ExperiencePlane:
     def add(self, row: Rows) -> None:
         """Stages one row: a TensorDict or (nested) dict of tensors ``[*shape]``."""
         self.extend(self._layout.one_row(row))
+
+    def update(self, index: Tensor, values: Rows) -> None:
+        """Stages new values for some fields of rows that are in the buffer: late columns.
+
+        ``index`` are logical indices (int64 ``[n]``, as in ``batch["index"]``), ``values`` a
+        TensorDict or (nested) dict of tensors ``[n, *shape]`` with some of the schema's fields.
+        They are copied, and become visible at the next ``sample`` or ``flush``; a batch that is
+        being fetched then is fetched once more, unless ``max_staleness`` lets it ignore them. Of
+        several values for one field of a row the last one stays, in the order of ranks and calls.
+        Rows that have left are ignored, and counted in the report. Raises SchemaError, and then
+        stages nothing.
+        """
+        self._calls.check_open()
+        self._updates.stage(index, values, end=self._directory.end)
 
     def __len__(self) -> int:
         """Rows of the whole buffer at the last collective call."""
@@ -261,6 +284,7 @@ class ExperiencePlane:
             samples=counters.samples, commits=counters.commits, fences=counters.fences,
             rows_staged=counters.rows_staged, rows_committed=counters.rows_committed,
             rows_skipped=counters.rows_skipped, rows_sent_home=counters.rows_sent_home,
+            rows_updated=counters.rows_updated, updates_ignored=counters.updates_ignored,
             rows_delivered=counters.rows_delivered, rows_received=counters.rows_received,
             late_rows=self._replay.late_rows, exchanges=traffic.calls,
             unshared_exchanges=traffic.unshared_calls,
@@ -343,6 +367,7 @@ class ExperiencePlane:
         self._replay.clear()
         self._directory.clear()
         self._shard.clear()
+        self._updates.take()
 
     def close(self) -> None:
         """Ends the plane on all ranks and frees its memory; batches stay valid.
@@ -399,10 +424,13 @@ class ExperiencePlane:
                     raise
                 # Others are told in this call.
             if alone:
-                if self._shard.staged:
-                    if self._configuration.max_staleness:
-                        deliveries.begin()
+                staged, updates = self._shard.staged, self._updates.rows
+                if (staged or updates) and self._configuration.max_staleness:
+                    deliveries.begin()
+                if staged:
                     self._commits.commit_alone()
+                if updates:
+                    self._update(committed=staged > 0)
                 return None
             self._calls.begin(operation)
             # While control records are on their way: most of the next batch, or all of it if
@@ -414,13 +442,22 @@ class ExperiencePlane:
             gathered = self._calls.finish()
             if not ahead:
                 deliveries.begin()
-            if np.count_nonzero(gathered.staged):
+            committed = bool(np.count_nonzero(gathered.staged))
+            if committed:
                 self._commits.commit(
                     gathered.staged, fence=lambda: self._calls.talk(Operation.FENCE)
                 )
+            if np.count_nonzero(gathered.updates):
+                self._update(committed=committed)
             return gathered
         except BaseException as error:
             self._calls.give_up(error)
+
+    def _update(self, *, committed: bool) -> None:
+        """Collective. Applies the late columns of all ranks."""
+        with self._timeline.span(LATE_COLUMNS.name, CALL):
+            self._directory.update(committed=committed)
+            self._late_columns.apply()
 
     def _free(self) -> None:
         self._calls.closed = True

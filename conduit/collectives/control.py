@@ -29,7 +29,7 @@ __all__ = ["FINGERPRINT", "STAGES", "Control", "Gathered", "Operation"]
 
 Counts = NDArray[np.int64]
 
-FORMAT = 4
+FORMAT = 5
 """Changes whenever the meaning of the record does: ranks of different versions must not mix."""
 
 
@@ -54,9 +54,9 @@ FINGERPRINT = (
 AGREED = (
     "format", *FINGERPRINT, "operation", "number", "directory_end", "directory_state", "decisions",
 )
-FIELDS = (*AGREED, "staged", "failed", "value", "step_us", "fetch_us")
+FIELDS = (*AGREED, "staged", "failed", "value", "step_us", "fetch_us", "updates")
 _OPERATION, _NUMBER = FIELDS.index("operation"), FIELDS.index("number")
-_STAGED, _FAILED, _VALUE, _STEP, _FETCH = range(len(AGREED), len(FIELDS))
+_STAGED, _FAILED, _VALUE, _STEP, _FETCH, _UPDATES = range(len(AGREED), len(FIELDS))
 
 STAGES = ("draw", "gather", "exchange")
 """What a rank can have failed in on its lane, before the call: see :mod:`conduit.sched.stages`."""
@@ -64,12 +64,14 @@ STAGES = ("draw", "gather", "exchange")
 
 class Gathered(NamedTuple):
     """What all ranks brought along, int64 ``[ranks]`` each: rows staged, a value of the call, the
-    learner's time before the call and the time that the last batch took, in microseconds."""
+    learner's time before the call and the time that the last batch took, in microseconds, and rows
+    of which late columns are staged."""
 
     staged: Counts
     value: Counts
     step_us: Counts
     fetch_us: Counts
+    updates: Counts
 
 
 class Control:
@@ -98,6 +100,7 @@ class Control:
     def begin(
         self, operation: Operation, *, staged: int = 0, value: int = 0, failed: int = 0,
         directory_end: int = 0, directory_state: int = 0, step_us: int = 0, fetch_us: int = 0,
+        updates: int = 0,
     ) -> None:
         """Sends this rank's record; what needs no answer can be done before ``finish``.
 
@@ -107,7 +110,7 @@ class Control:
         # Filled in before the call counts: a value that is no int64 raises here, and is no call.
         self._record[_OPERATION:] = (
             operation, self.number + 1, directory_end, directory_state, self.decisions.hash,
-            staged, failed, value, step_us, fetch_us,
+            staged, failed, value, step_us, fetch_us, updates,
         )
         self.number += 1
         self._operation = operation
@@ -185,6 +188,16 @@ class Control:
             "makes them, use nothing in it that differs between ranks",
         )
 
+    def swap(self, mine: Counts) -> Counts:
+        """Collective. What each rank has for this one, of the integers (``[ranks]``) that each has
+        for each. Raises TimeoutError or WorldError when a rank does not come."""
+        got = np.empty_like(mine)
+        try:
+            self._all_to_all(got, mine)
+        except TRANSPORT_ERRORS as error:
+            raise_missing(self._world, self._call(), error)
+        return got
+
     def gather_text(self, text: str) -> list[str]:
         """Every rank's ``text``. Collective; for error messages, not for the hot path."""
         world = self._world
@@ -207,7 +220,7 @@ class Control:
 
 def _gathered(records: NDArray[np.int64]) -> Gathered:
     kept = records[:, _STAGED:].T.copy()
-    return Gathered(kept[0], kept[_VALUE - _STAGED], kept[_STEP - _STAGED], kept[_FETCH - _STAGED])
+    return Gathered(kept[0], *kept[_VALUE - _STAGED :])
 
 
 def _operation_name(code: int) -> str:

@@ -21,7 +21,8 @@ class Directory:
     """Holders of the live rows, the last ``capacity`` rows of the logical order.
 
     ``end`` is the next logical index, ``size`` the number of live rows, ``held`` (int64
-    ``[ranks]``) how many of them each rank holds, ``commits`` counts appends. A live row's
+    ``[ranks]``) how many of them each rank holds, ``commits`` counts commits, ``updates`` those
+    that changed rows which were there already. A live row's
     *position* is its index modulo capacity, counted from the index at which the buffer was last
     empty.
     """
@@ -33,7 +34,7 @@ class Directory:
         self._ring: NDArray[np.unsignedinteger[Any]]
         self._ring = np.zeros(capacity, dtype=np.uint8 if ranks <= 256 else np.uint16)
         self._origin = 0
-        self.end, self.size, self.commits = 0, 0, 0
+        self.end, self.size, self.commits, self.updates = 0, 0, 0, 0
         self.held = np.zeros(ranks, dtype=np.int64)
 
     @property
@@ -100,6 +101,16 @@ class Directory:
         indices += positions
         indices += cycle - self.capacity
         return indices
+
+    def positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions of the live rows at logical ``indices``."""
+        return (indices - self._origin) % self.capacity
+
+    def update(self, *, committed: bool) -> None:
+        """Takes note that values of live rows have changed, in a commit of new rows or in one of
+        its own."""
+        self.updates += 1
+        self.commits += not committed
 
     def holders(self, positions: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
         """Ranks that hold the live rows at ``positions``: uint8 or uint16."""

@@ -100,6 +100,9 @@ class Deliveries:
         """
         with self._timeline.span("deal", CALL):
             delivery = self._replay.deal()
+        if delivery.anew and self._pending is not None:
+            self._await_rows()
+            self._pending = None
         if self._pending is None:
             with self._timeline.span("fetch", CALL):
                 self._pending = self._begin(delivery)

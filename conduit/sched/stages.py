@@ -7,7 +7,9 @@ from enum import Enum, auto
 
 from conduit.collectives.control import STAGES
 
-__all__ = ["COMMIT", "DRAW", "EXCHANGE", "GATHER", "LATE", "SEND_HOME", "Due", "Stage"]
+__all__ = [
+    "COMMIT", "DRAW", "EXCHANGE", "GATHER", "LATE", "LATE_COLUMNS", "SEND_HOME", "Due", "Stage",
+]
 
 
 class Due(Enum):
@@ -41,5 +43,7 @@ LATE = Stage(name="late rows", due=Due.CALL)
 """Fetches what the last commit changed in a draft."""
 COMMIT = Stage(name="commit", due=Due.CALL)
 """Plans a commit and makes its rows visible."""
+LATE_COLUMNS = Stage(name="late columns", due=Due.CALL)
+"""Sends new values of rows to their holders and writes them."""
 SEND_HOME = Stage(name="send home", due=Due.CALL)
 """Packs the rows beyond this rank's quota, sends them to their holders, and writes what comes."""

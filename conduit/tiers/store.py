@@ -139,8 +139,7 @@ class Store:
         """Writes ``rows`` (uint8 ``[len(slots), row_bytes]``) at ``slots``, each named once."""
         segments = slots // self.ring.segment_rows
         with self._lock:
-            if self._moving is not None and (segments == self._moving).any():
-                self._moving = None
+            self._keep_still(segments)
             if not self._slabs:
                 assert self._mapped is not None
                 self._mapped.write(slots, rows)
@@ -150,6 +149,31 @@ class Store:
                 places = (where == i).nonzero()[0]
                 part = rows[torch.from_numpy(places).to(rows.device)]
                 self.tiers[i].write(slots[places], part)
+
+    def overwrite(self, slots: Slots, column: int, values: Tensor) -> None:
+        """Writes field number ``column`` of the rows at ``slots``, each named once: ``values`` are
+        its bytes, uint8 ``[len(slots), bytes]``."""
+        segments = slots // self.ring.segment_rows
+        place = self.ring.layout.columns[column]
+        first, end = place.offset_bytes, place.offset_bytes + place.field.size_bytes
+        with self._lock:
+            self._keep_still(segments)
+            where = self._where[segments]
+            for i in np.unique(where).tolist() if len(self.tiers) > 1 else [0]:
+                places = torch.from_numpy((where == i).nonzero()[0])
+                tier, block = self.tiers[i], self._block(i)
+                at = torch.from_numpy(slots)[places]
+                if isinstance(tier, SlabTier):
+                    tier.settle()
+                    at = tier.rows_at(at.numpy())
+                block[:, first:end].index_copy_(
+                    0, at, values.to(block.device)[places.to(block.device)]
+                )
+
+    def _keep_still(self, segments: Slots) -> None:
+        """Gives up a move of one of these, which are about to be written."""
+        if self._moving is not None and (segments == self._moving).any():
+            self._moving = None
 
     def pack(self, values: Sequence[Tensor], start: int, rows: int) -> None:
         """Packs fields (column order, ``[rows, *shape]``) into the slots from ``start`` on, which

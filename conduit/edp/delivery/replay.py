@@ -10,6 +10,9 @@ buffer without any staleness, while their way through the cluster was known befo
 Draft and routing thereby define the batch. The draft is dealt, and its fetch begins, before the
 first commit after a delivery; how long before makes no difference to the batch.
 
+Late columns change rows that are in the draft already. No rank knows which rows another one's
+updates name, so a batch that may not ignore them is fetched anew.
+
 A batch that may ignore the last k commits (``max_staleness``) is its draft, without late rows, as
 long as no more than k commits came after it was drawn. That too depends on nothing but the calls
 that all ranks make.
@@ -63,11 +66,15 @@ class Late(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A batch: row ``row`` of the batches in ``ahead``, with ``late`` rows in place of some."""
+    """A batch: row ``row`` of the batches in ``ahead``, with ``late`` rows in place of some.
+
+    It is to be fetched ``anew`` if values in its rows have changed since it was drafted.
+    """
 
     ahead: Ahead
     row: int
     late: Late | None = None
+    anew: bool = False
 
 
 class Replay:
@@ -82,7 +89,7 @@ class Replay:
         self._max_staleness = max_staleness
         self._delivered = False
         self._draft: Delivery | None = None
-        self._drafted_at = 0
+        self._drafted_at = self._drafted_updates = 0
         self._ahead = Ahead(first=0, end=-1, indices=np.empty((0, batch_rows), dtype=np.int64))
         self.batch = 0
         self.late_rows = 0
@@ -96,6 +103,7 @@ class Replay:
             return None
         self._delivered = False
         self._draft, self._drafted_at = self._known(), self._directory.commits
+        self._drafted_updates = self._directory.updates
         return self._draft
 
     def deal(self) -> Delivery:
@@ -106,7 +114,8 @@ class Replay:
         elif self._directory.commits - self._drafted_at <= self._max_staleness:
             delivery = draft
         else:
-            delivery = draft._replace(late=self._late(draft))
+            anew = self._directory.updates > self._drafted_updates
+            delivery = draft._replace(late=self._late(draft), anew=anew)
         self._delivered = True
         self.batch += 1
         return delivery
