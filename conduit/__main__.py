@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 import conduit
 from conduit.errors import CapacityError, ConduitError, SchemaError
-from conduit.tools import probe, trace
+from conduit.tools import inspect, probe, trace
 from conduit.tools.arguments import UsageError
-from conduit.tools.bench import delivery, exchange, overlap, sample
+from conduit.tools.bench import delivery, exchange, overlap, sample, tiers
 from conduit.tools.command import Command, command_parser
 from conduit.tools.job import leads
 from conduit.tools.output import Reporter, reserved_stdout
 
 COMMANDS: tuple[Command, ...] = (
-    sample.COMMAND, delivery.COMMAND, exchange.COMMAND, overlap.COMMAND, probe.COMMAND,
-    trace.COMMAND,
+    sample.COMMAND, delivery.COMMAND, exchange.COMMAND, overlap.COMMAND, tiers.COMMAND,
+    inspect.COMMAND, probe.COMMAND, trace.COMMAND,
 )
 GROUPS = {"bench": "measure a part beside its floor and beside peers"}
 

@@ -43,7 +43,8 @@ NUMBERS = 8
 """Words at the start of a window that hold published numbers; what follows is data."""
 
 _DIRECTORY = Path("/dev/shm")
-_PREFIX = "conduit-"
+_PREFIX = "conduit-window-"
+"""Of windows alone: other files of Conduit are to outlive the process that made them."""
 _PAGE_BYTES = 4096
 _GIVEN_UP = 3
 """The first words are three numbers that ranks publish; as many say at which a rank gave up waiting

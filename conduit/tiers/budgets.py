@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from conduit.errors import CapacityError
 from conduit.tiers.available import host_bytes
+from conduit.tiers.files import told
 from conduit.tiers.specification import MOST_TIERS, Memory
 
 __all__ = ["NO_STOCK", "Budget", "budgets", "most_that_fits", "refuse", "stock"]
@@ -40,12 +42,18 @@ class Budget:
 
 
 def stock(tiers: Sequence[Memory], device: torch.device) -> NDArray[np.int64]:
-    """What this rank sees: free host memory, then of each tier all there is and what is free."""
+    """What this rank sees: free host memory, then of each tier all there is and what is free.
+    Raises WorldError where one cannot be looked at."""
     seen = np.zeros_like(NO_STOCK)
     total, free = host_bytes()
     seen[0] = max(free - total // _KEPT, 0)
     for i, tier in enumerate(tiers):
-        seen[1 + 2 * i : 3 + 2 * i] = tier.available(device)
+        try:
+            seen[1 + 2 * i : 3 + 2 * i] = tier.available(device)
+        except OSError as error:
+            raise told(
+                error, f"the {tier.name} tier cannot be looked at", Path(error.filename or "?")
+            ) from error
     return seen
 
 

@@ -24,11 +24,15 @@ from conduit.errors import CapacityError, WorldError
 from conduit.tiers.address import PAGE_BYTES
 from conduit.tiers.tier import Ring
 
-__all__ = ["Owner", "RowFile", "RowFileInfo", "found_in", "remove_dead"]
+__all__ = ["Owner", "RowFile", "RowFileInfo", "found_in", "info_of", "remove_dead", "told"]
 
 _PREFIX = "conduit-rows-"
 _MAGIC = "conduit rows"
 _FORMAT = 1
+_KNOWN = {"job": str, "plane": str, "rank": int, "pid": int, "tier": str, "schema": int,
+          "row_bytes": int, "segment_rows": int, "segment_bytes": int}
+_MOST_LETTERS = 150
+"""Of a name in the header, which is one page however the letters are written."""
 _PUNCH_HOLE = 0x1 | 0x2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +58,8 @@ class Owner:
 
     @property
     def file_name(self) -> str:
-        return _PREFIX + re.sub(r"[^\w.-]", "_", f"{self.job}-{self.plane}-{self.rank}")[:200]
+        name = f"{self.job}-{self.plane}-{self.rank}"
+        return _PREFIX + re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:200]
 
 
 class RowFile:
@@ -64,14 +69,14 @@ class RowFile:
     def __init__(self, folder: Path, owner: Owner, ring: Ring, *, tier: str) -> None:
         self._tier, self._bytes = tier, ring.segment_bytes
         header = json.dumps({
-            "magic": _MAGIC, "format": _FORMAT, "job": owner.job, "plane": owner.plane,
-            "rank": owner.rank, "pid": os.getpid(), "tier": tier, "schema": ring.layout.schema.hash,
-            "row_bytes": ring.layout.row_bytes, "segment_rows": ring.segment_rows,
-            "segment_bytes": ring.segment_bytes,
+            "magic": _MAGIC, "format": _FORMAT, "job": owner.job[:_MOST_LETTERS],
+            "plane": owner.plane[:_MOST_LETTERS], "rank": owner.rank, "pid": os.getpid(),
+            "tier": tier, "schema": ring.layout.schema.hash, "row_bytes": ring.layout.row_bytes,
+            "segment_rows": ring.segment_rows, "segment_bytes": ring.segment_bytes,
         }).encode()
         try:
             self.path, self.fd = _new(folder, owner.file_name)
-            self._remove = weakref.finalize(self, _remove, self.path, self.fd)
+            self._remove = weakref.finalize(self, _remove, self.path, self.fd, os.getpid())
             os.pwrite(self.fd, header.ljust(PAGE_BYTES), 0)
         except OSError as error:
             if hasattr(self, "fd"):
@@ -128,15 +133,32 @@ def _new(folder: Path, name: str) -> tuple[Path, int]:
                 path.unlink()
         with contextlib.suppress(FileExistsError):
             fd = os.open(path, flags, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            return path, fd
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError:
+                path.unlink()
+                os.close(fd)
+                raise
+            if _is_at(path, fd):
+                return path, fd
+            os.close(fd)  # somebody took it for dead before it was locked
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
-def _remove(path: Path, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+def _remove(path: Path, fd: int, pid: int) -> None:
+    # A process that was forked from the owner has the file as well, and ends earlier.
+    if os.getpid() == pid and _is_at(path, fd):
+        with contextlib.suppress(OSError):
+            path.unlink()
     os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the open file still has that name."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +170,36 @@ class RowFileInfo:
     nbytes: int
     alive: bool
 
+    @property
+    def segments(self) -> int:
+        """Places for segments, in use or not."""
+        return (self.nbytes - PAGE_BYTES) // int(self.header["segment_bytes"])
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing at its end."""
+        return self.nbytes == PAGE_BYTES + self.segments * int(self.header["segment_bytes"])
+
 
 def found_in(folder: Path) -> Iterator[RowFileInfo]:
     """The files of rows in a folder, oldest first; only those that this user may read."""
     paths = [path for path in folder.glob(f"{_PREFIX}*") if path.is_file()]
     for path in sorted(paths, key=_time):
-        header = _header(path)
+        info = info_of(path)
+        if info is not None:
+            yield info
+
+
+def info_of(path: Path) -> RowFileInfo | None:
+    """What a file of rows says of itself; None for any other file, and for one that this user may
+    not read."""
+    header = _header(path)
+    with contextlib.suppress(OSError):
         if header is not None:
-            with contextlib.suppress(OSError):
-                yield RowFileInfo(
-                    path=path, header=header, nbytes=path.stat().st_size, alive=_is_alive(path)
-                )
+            return RowFileInfo(
+                path=path, header=header, nbytes=path.stat().st_size, alive=_is_alive(path)
+            )
+    return None
 
 
 def remove_dead(info: RowFileInfo) -> bool:
@@ -172,12 +213,19 @@ def remove_dead(info: RowFileInfo) -> bool:
 def _header(path: Path) -> dict[str, Any] | None:
     """The header of a file of rows; None for any other file."""
     try:
-        with path.open("rb") as file:
-            header = json.loads(file.read(PAGE_BYTES))
-    except (OSError, ValueError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            header = json.loads(os.pread(fd, PAGE_BYTES, 0))
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, RecursionError):
         return None
-    known = isinstance(header, dict) and header.get("magic") == _MAGIC
-    return header if known and header.get("format") == _FORMAT else None
+    if not isinstance(header, dict) or header.get("magic") != _MAGIC:
+        return None
+    known = all(isinstance(header.get(key), kind) for key, kind in _KNOWN.items())
+    if not known or header.get("format") != _FORMAT or header["segment_bytes"] < 1:
+        return None
+    return header
 
 
 def _is_alive(path: Path) -> bool:

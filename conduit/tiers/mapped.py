@@ -37,7 +37,8 @@ class MappedRing:
 
     def write(self, slots: Slots, rows: Tensor) -> None:
         """See :meth:`Tier.write`; to any tiers that are mapped here."""
-        self.block.index_copy_(0, torch.from_numpy(slots), rows.cpu())
+        # As records: torch copies bytes one by one.
+        self._records[slots] = self.ring.layout.records(rows.cpu().contiguous())
 
     def close(self) -> None:
         """The memory goes when no view of it is left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from conduit.errors import CapacityError
 from conduit.tiers.budgets import Budget
 from conduit.tiers.device import DeviceTier
 from conduit.tiers.disk import DiskTier
@@ -28,7 +29,20 @@ def open_store(ring: Ring, found: Sequence[Budget], owner: Owner) -> Store:
     rooms = [min(budget.usable_bytes // ring.segment_bytes, ring.segments) for budget in found]
     kinds = [budget.memory for budget in found]
     slabs = all(isinstance(kind, (Device, Pinned)) for kind in kinds)
-    mapped = None if slabs else MappedRing(ring)
+    try:
+        return _opened(ring, kinds, rooms, owner, None if slabs else MappedRing(ring))
+    except OSError as error:
+        raise CapacityError(
+            "the tiers cannot be opened", expected=f"memory for {ring.nbytes:,} bytes",
+            got=error.strerror, cure="Lower capacity, or what this process may use was limited "
+            "(ulimit -v, vm.overcommit_memory)",
+        ) from error
+
+
+def _opened(
+    ring: Ring, kinds: Sequence[Memory], rooms: Sequence[int], owner: Owner,
+    mapped: MappedRing | None,
+) -> Store:
     speeds = [UNMEASURED] * len(kinds)
     counts = [ring.segments]
     if len(kinds) > 1:

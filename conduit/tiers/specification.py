@@ -158,9 +158,16 @@ def checked_tiers(tiers: Any, device: torch.device) -> tuple[Memory, ...]:
             )
         if not address.WORKS and tier.name in ("shared", "disk"):
             raise WorldError(f"tier {tier.name!r} needs Linux", cure="Leave the tier out")
-        if isinstance(tier, Disk) and not os.access(tier.path, os.W_OK | os.X_OK):
+        if isinstance(tier, Disk) and not _usable(tier.path):
             raise WorldError(
-                "the disk tier's folder cannot be used", got=repr(os.fspath(tier.path)),
+                "the disk tier's folder cannot be used", got=repr(tier.path),
                 expected="a folder that exists and that this user may write to",
             )
     return tuple(tiers)
+
+
+def _usable(folder: Any) -> bool:
+    try:
+        return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    except (TypeError, ValueError):  # no path, or none that there could be
+        return False

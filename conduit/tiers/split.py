@@ -47,7 +47,10 @@ def measured(tier: Tier, ring: Ring) -> Speed:
     block = layout.block(batch, ring.device)
     out = layout.records(block)
     begun, read = time.perf_counter(), 0
-    while read + batch <= len(slots) and time.perf_counter() - begun < _MEASURED_S:
+    # At least once, however long the processor was away.
+    while read == 0 or (
+        read + batch <= len(slots) and time.perf_counter() - begun < _MEASURED_S
+    ):
         tier.gather(wanted[read : read + batch], out)
         read += batch
     if block.device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from conduit.collectives import shared
 from conduit.collectives.exchange import RowExchange
 from conduit.collectives.world import World
+from conduit.tiers.files import Owner
 from tests.simulation import Simulation
 
 DIRECTORY = Path("/dev/shm")
@@ -64,7 +66,7 @@ def test_where_they_cannot_be_made_nothing_is_left(failing: str, before: set[str
 
 
 def test_files_of_killed_ranks_are_removed_in_time() -> None:
-    made = [DIRECTORY / f"conduit-{'0' * 16}-{number}" for number in (90, 91, 92)]
+    made = [DIRECTORY / f"conduit-window-{'0' * 16}-{number}" for number in (90, 91, 92)]
     old = time.time() - 3600
     try:
         for path in made:
@@ -79,6 +81,19 @@ def test_files_of_killed_ranks_are_removed_in_time() -> None:
     finally:
         for path in made:
             path.unlink(missing_ok=True)
+
+
+def test_rows_of_a_dead_job_are_no_windows() -> None:
+    owner = Owner(job="dead", plane="plane", rank=secrets.randbits(60))
+    path = DIRECTORY / owner.file_name
+    old = time.time() - 3600
+    try:
+        path.write_bytes(b"rows")
+        os.utime(path, (old, old))
+        shared._remove_abandoned()
+        assert path.read_bytes() == b"rows"
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_a_closed_exchange_gives_its_memory_back() -> None:

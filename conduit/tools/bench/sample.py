@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from tensordict import TensorDict
 
 from conduit.plane import ExperiencePlane
 from conduit.tiers.available import host_bytes
+from conduit.tiers.specification import Disk, Host, Memory, Shared
 from conduit.tools.arguments import UsageError, at_least, comma_list
 from conduit.tools.bench.floor import Floor, packed
 from conduit.tools.bench.peers import LOCAL_PEERS, LocalPeer, PeerError, chosen_peers
+from conduit.tools.bench.tiers import TIERS, writable_folder
 from conduit.tools.bench.timing import Call, Contender, Series, interleaved
 from conduit.tools.command import Command
 from conduit.tools.environment import Environment
@@ -51,6 +54,8 @@ class Options:
     rows: int
     batches: tuple[int, ...]
     sampler: str
+    tiers: str
+    folder: Path
     peers: dict[str, bool]
     rounds: int
     round_ms: int
@@ -65,6 +70,7 @@ class Row:
 
     schema: str
     sampler: str
+    tiers: str
     batch: int
     operation: str
     us: float
@@ -93,9 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: 256)")
     parser.add_argument("--sampler", choices=("uniform",), default="uniform",
                         help="how rows are drawn (default: uniform)")
+    parser.add_argument("--tiers", choices=TIERS, default="host",
+                        help="the memory of our rows (default: host)")
+    parser.add_argument("--folder", type=writable_folder, default=".", metavar="DIR",
+                        help="where files of rows go that are on disk, ours and peers' (default: "
+                        "the current folder)")
     parser.add_argument("--peer", default="auto", metavar="P",
                         help=f"of {', '.join(LOCAL_PEERS)}, with commas between them; auto is all "
-                        "that are installed, none is none (default: auto)")
+                        "that are installed and on disk or not as ours is, none is none (default: "
+                        "auto)")
     parser.add_argument("--rounds", type=at_least(1), default=30, metavar="N",
                         help="how often the contenders take turns (default: 30)")
     parser.add_argument("--round-ms", type=at_least(1), default=10, metavar="MS",
@@ -115,7 +127,8 @@ def run(args: argparse.Namespace, report: Reporter) -> int:
         _check_memory(options, len(peers))
         report.begin(Environment.here(world=1, hosts=1, backend="none", device="cpu"), [
             f"{options.schema.text}; {options.rows:,} rows "
-            f"({options.rows * options.schema.layout.row_bytes / 1e9:.2f} GB), full and wrapped",
+            f"({options.rows * options.schema.layout.row_bytes / 1e9:.2f} GB), full and wrapped, "
+            f"ours in tier {options.tiers}",
             f"us: median of the medians of {options.rounds} rounds; vs: median of their ratios, "
             "below 1 is faster",
             "floor: one index_select of packed rows into a block that is there (sample), or one "
@@ -139,7 +152,8 @@ def _options(args: argparse.Namespace) -> Options:
     schema = named_schema(args.schema)
     return Options(
         schema=schema, rows=args.rows or schema.default_rows, batches=tuple(args.batch),
-        sampler=args.sampler, peers=chosen_peers(args.peer), rounds=args.rounds,
+        sampler=args.sampler, tiers=args.tiers, folder=Path(args.folder),
+        peers=chosen_peers(args.peer, on_disk=args.tiers == "disk"), rounds=args.rounds,
         round_ms=args.round_ms,
     )
 
@@ -149,7 +163,9 @@ def _usable_peers(options: Options) -> tuple[list[str], list[str]]:
     usable, notes = [], []
     for name, asked_for in options.peers.items():
         try:
-            peer = LOCAL_PEERS[name](options.schema.schema, rows=1, batch=1)
+            peer = LOCAL_PEERS[name](
+                options.schema.schema, rows=1, batch=1, folder=options.folder
+            )
         except (PeerError, ImportError) as error:
             if asked_for:
                 raise UsageError(f"peer {name!r} cannot be measured: {error}; leave it out of "
@@ -163,6 +179,7 @@ def _usable_peers(options: Options) -> tuple[list[str], list[str]]:
 
 def _check_memory(options: Options, peers: int) -> None:
     """Refuses what does not fit: the plane with its staging, the floor, peers, the rows to extend.
+    Rows on disk count, too: they are to be in the page cache.
     """
     buffers = options.rows * (2 + peers) + max(options.rows // 4, 2_048)
     pool = 3 * _POOL_CHUNKS * sum(CHUNK_ROWS)
@@ -186,10 +203,14 @@ def _measure(
     pool = [random_rows(schema.schema, max(CHUNK_ROWS), seed=_SEED + i)
             for i in range(_POOL_CHUNKS)]
     blocks = [packed(schema.layout, chunk) for chunk in pool]
-    peers = {name: LOCAL_PEERS[name](schema.schema, rows=rows, batch=batch) for name in names}
+    peers = {
+        name: LOCAL_PEERS[name](schema.schema, rows=rows, batch=batch, folder=options.folder)
+        for name in names
+    }
     floor = Floor(rows=rows, blocks=blocks)
     with ExperiencePlane(
-        schema.schema, capacity=rows, batch_size=batch, seed=_SEED, name="bench sample"
+        schema.schema, capacity=rows, batch_size=batch, seed=_SEED, name="bench sample",
+        tiers=[_memory(options)],
     ) as plane:
         _fill(plane, peers, pool, rows)
         versions = {name: peer.version for name, peer in peers.items()}
@@ -210,6 +231,12 @@ def _measure(
                     for name, peer in peers.items()}},
             ))
     return results
+
+
+def _memory(options: Options) -> Memory:
+    if options.tiers == "disk":
+        return Disk(options.folder)
+    return Shared() if options.tiers == "shared" else Host()
 
 
 def _fill(
@@ -259,7 +286,7 @@ def _rows(
     for name in names:
         theirs = series[name] if name else None
         results.append(Row(
-            schema=options.schema.name, sampler=options.sampler, batch=batch,
+            schema=options.schema.name, sampler=options.sampler, tiers=options.tiers, batch=batch,
             operation=operation, us=round(ours.us, 3), floor_us=round(floor.us, 3),
             vs_floor=round(ours.over(floor), 4), peer=name,
             peer_us=round(theirs.us, 3) if theirs else None,

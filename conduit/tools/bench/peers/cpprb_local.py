@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,8 +26,9 @@ class Cpprb:
     """See :class:`~conduit.tools.bench.peers.peer.LocalPeer`."""
 
     packages: ClassVar[tuple[str, ...]] = ("cpprb",)
+    on_disk: ClassVar[bool] = False
 
-    def __init__(self, schema: Schema, *, rows: int, batch: int) -> None:
+    def __init__(self, schema: Schema, *, rows: int, batch: int, folder: Path) -> None:
         self.version = version("cpprb")
         self._rows, self._batch = rows, batch
         self._keys: dict[str, Key] = {".".join(field.key): field.key for field in schema.fields}

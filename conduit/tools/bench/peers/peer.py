@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from tensordict import TensorDict
@@ -18,12 +19,14 @@ class PeerError(Exception):
 
 
 class LocalPeer(Protocol):
-    """A buffer of ``rows`` rows in this process, sampled uniformly ``batch`` rows at a time."""
+    """A buffer of ``rows`` rows in this process, sampled uniformly ``batch`` rows at a time. One
+    that is ``on_disk`` has its rows in files under ``folder``."""
 
     packages: ClassVar[tuple[str, ...]]
+    on_disk: ClassVar[bool]
     version: str
 
-    def __init__(self, schema: Schema, *, rows: int, batch: int) -> None: ...
+    def __init__(self, schema: Schema, *, rows: int, batch: int, folder: Path) -> None: ...
 
     def converted(self, rows: TensorDict) -> Any:
         """``rows`` in the form that the peer likes best; not timed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from typing import Any, ClassVar
 
 from tensordict import TensorDict
@@ -28,8 +29,9 @@ class TorchRL:
     """See :class:`~conduit.tools.bench.peers.peer.LocalPeer`."""
 
     packages: ClassVar[tuple[str, ...]] = ("torchrl",)
+    on_disk: ClassVar[bool] = False
 
-    def __init__(self, schema: Schema, *, rows: int, batch: int) -> None:
+    def __init__(self, schema: Schema, *, rows: int, batch: int, folder: Path) -> None:
         data = torchrl_data()
         self.version = str(importlib.import_module("torchrl").__version__)
         self._buffer = data.TensorDictReplayBuffer(
