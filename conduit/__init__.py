@@ -7,6 +7,7 @@ Reinforcement Learning* (arXiv:2609.24456).
 
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Balanced, Central, Placement
+from conduit.edp.steps import Steps
 from conduit.errors import (
     CapacityError,
     ConduitError,
@@ -43,6 +44,7 @@ __all__ = [
     "Schema",
     "SchemaError",
     "Shared",
+    "Steps",
     "TimeoutError",
     "WorldError",
 ]

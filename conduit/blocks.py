@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from conduit.fields import Column, Field
+from conduit.fields import Column
 
-__all__ = ["BlockViews", "BlockWriter"]
+__all__ = ["BlockViews", "BlockWriter", "Records", "new_block", "records_of"]
+
+Records: TypeAlias = NDArray[np.void] | Tensor
 
 _WORD = torch.float32
 _WORD_BYTES = _WORD.itemsize
 
 _JOINT_BYTES = 1 << 20
 """Up to this many bytes, rows are put together in one pass over them."""
+
+
+def new_block(rows: int, row_bytes: int, device: torch.device | None = None) -> Tensor:
+    """Uninitialised packed rows on ``device``, by default the CPU: uint8 ``[rows, row_bytes]``."""
+    # Outlives the mode it is made in: in inference mode it could never be trained on.
+    with torch.inference_mode(False):
+        device = device or torch.device("cpu")
+        return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+
+
+def records_of(block: Tensor) -> Records:
+    """``block`` as gathers see it: opaque numpy records ``[n]`` on the CPU, else itself.
+
+    On rows as opaque records numpy's ``take`` is 10 to 40% faster than ``index_select``.
+    """
+    if block.device.type != "cpu":
+        return block
+    return block.numpy().view(np.dtype((np.void, block.shape[1])))[:, 0]
 
 
 class BlockViews:
@@ -31,21 +53,17 @@ class BlockViews:
     """
 
     def __init__(self, columns: Sequence[Column], block: Tensor) -> None:
-        groups: dict[torch.dtype, list[Field]] = {}
-        starts: dict[torch.dtype, int] = {}
-        self._reshaped: list[tuple[int, tuple[int, ...]]] = []
-        for i, column in enumerate(columns):
-            field = column.field
-            starts.setdefault(field.dtype, column.offset_bytes // field.dtype.itemsize)
-            groups.setdefault(field.dtype, []).append(field)
-            if len(field.shape) != 1:
-                self._reshaped.append((i, field.shape))
+        self._reshaped = [
+            (i, column.field.shape) for i, column in enumerate(columns)
+            if len(column.field.shape) != 1
+        ]
         self._groups: list[tuple[Tensor, list[int]]] = []
         with torch.inference_mode(False):
-            for dtype, fields in groups.items():
-                sizes = [field.numel for field in fields]
-                view = block.view(dtype).narrow(1, starts[dtype], sum(sizes))
-                self._groups.append((view, sizes))
+            for neighbours in _neighbours(columns):
+                first = neighbours[0]
+                dtype, sizes = first.field.dtype, [one.field.numel for one in neighbours]
+                start = first.offset_bytes // dtype.itemsize
+                self._groups.append((block.view(dtype).narrow(1, start, sum(sizes)), sizes))
         self._rows = len(block)
 
     def fresh(self) -> list[Tensor]:
@@ -56,6 +74,21 @@ class BlockViews:
         for i, shape in self._reshaped:
             views[i] = views[i].view(self._rows, *shape)
         return views
+
+
+def _neighbours(columns: Sequence[Column]) -> list[list[Column]]:
+    """The columns in groups of one dtype, with nothing between them."""
+    groups: list[list[Column]] = []
+    for column in columns:
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None and last.field.dtype is column.field.dtype
+            and last.offset_bytes + last.field.size_bytes == column.offset_bytes
+        ):
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    return groups
 
 
 class _Run(NamedTuple):
@@ -142,15 +175,17 @@ def _runs(columns: Sequence[Column]) -> tuple[list[_Run], int]:
     members: list[int] = []
     end = 0
     filled = [i for i, column in enumerate(columns) if column.field.size_bytes]
-    for i in filled:
+    for i, following in zip_longest(filled, filled[1:]):
         members.append(i)
         end = columns[i].offset_bytes + columns[i].field.size_bytes
-        if end % _WORD_BYTES == 0 or i == filled[-1]:
+        stop = end + -end % _WORD_BYTES if following is None else columns[following].offset_bytes
+        if end % _WORD_BYTES == 0 or stop != end:
             dtypes = {columns[j].field.dtype for j in members}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-            runs.append(_Run(members, dtype, -end % _WORD_BYTES // dtype.itemsize))
+            runs.append(_Run(members, dtype, (stop - end) // dtype.itemsize))
             members = []
-    return runs, end + -end % _WORD_BYTES
+            end = stop
+    return runs, end
 
 
 def _as(dtype: torch.dtype, field: Tensor) -> Tensor:

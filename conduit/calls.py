@@ -14,7 +14,7 @@ from conduit.edp.updates import Updates
 from conduit.errors import ConduitError, WorldError
 from conduit.sched.lanes import Lane, StageError, raise_told
 from conduit.sched.timeline import CALL, Timeline
-from conduit.tiers.shard import Shard
+from conduit.tiers.shard import AnyShard
 
 __all__ = ["Calls"]
 
@@ -24,7 +24,7 @@ class Calls:
     may wait for something from here."""
 
     def __init__(
-        self, *, control: Control, world: World, directory: Directory, shard: Shard, lane: Lane,
+        self, *, control: Control, world: World, directory: Directory, shard: AnyShard, lane: Lane,
         timeline: Timeline, updates: Updates, name: str,
     ) -> None:
         self._control, self._world, self._name = control, world, name

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Balanced, Placement, checked_quotas
 from conduit.edp.routing import ROUTINGS
+from conduit.edp.steps import StepFormat, Steps
 from conduit.errors import CapacityError, WorldError
 from conduit.schema import RowLayout, Rows, Schema
 from conduit.tiers.shard import ring_rows
 from conduit.tiers.specification import Memory, checked_tiers, parse_bytes
+from conduit.windows import BatchLayout
 
 __all__ = ["Configuration", "chosen_device"]
 
@@ -25,10 +27,15 @@ __all__ = ["Configuration", "chosen_device"]
 class Configuration:
     """Arguments of a plane that must be equal on all ranks, as integers where they are counted.
 
-    ``quotas`` are the rows that each rank may hold, int64 ``[ranks]``.
+    ``given`` is the layout of rows as users hand them in, ``layout`` of those stored, ``batches``
+    of those delivered; where rows are steps ``steps`` is their format. ``quotas`` are the rows that
+    each rank may hold, int64 ``[ranks]``.
     """
 
+    given: RowLayout
     layout: RowLayout
+    batches: BatchLayout
+    steps: StepFormat | None
     capacity: int
     batch_size: int
     quotas: NDArray[np.int64]
@@ -66,7 +73,9 @@ class Configuration:
             raise WorldError("overlap is out of range", rank=rank, got=repr(overlap),
                              expected="True or False")
         schema = example if isinstance(example, Schema) else Schema.from_example(example)
-        layout = RowLayout(schema)
+        given = RowLayout(schema)
+        steps = ingestion.format(schema) if isinstance(ingestion, Steps) else None
+        layout = given if steps is None else steps.stored
         rows = _rows(capacity, layout.row_bytes)
         if min_size > rows:
             raise CapacityError(
@@ -77,11 +86,12 @@ class Configuration:
         quotas = checked_quotas(placement, capacity=rows, ranks=ranks)
         if ingestion is not None and not isinstance(ingestion, Ingestion):
             raise WorldError("ingestion is out of range", rank=rank, got=repr(ingestion),
-                             expected="conduit.Ingestion(staging_rows=...)")
+                             expected="conduit.Ingestion(...) or conduit.Steps(...)")
         ingestion = ingestion or Ingestion()
         staging_rows = ingestion.rows(capacity=rows, ranks=ranks)
         return cls(
-            layout=layout, capacity=rows, batch_size=batch_size, quotas=quotas,
+            given=given, layout=layout, batches=given if steps is None else steps.delivered,
+            steps=steps, capacity=rows, batch_size=batch_size, quotas=quotas,
             staging_rows=staging_rows, routing=routing, max_staleness=max_staleness,
             min_size=min_size, seed=seed, name=name, overlap=overlap,
             tiers=checked_tiers(tiers, device), placement=placement, ingestion=ingestion,
@@ -91,25 +101,33 @@ class Configuration:
         """Slots that each rank needs for a buffer of ``capacity`` rows, int64 ``[ranks]``."""
         ranks = len(self.quotas)
         quotas = checked_quotas(self.placement, capacity=capacity, ranks=ranks)
-        return ring_rows(quotas, self.ingestion.rows(capacity=capacity, ranks=ranks))
+        staging_rows = self.ingestion.rows(capacity=capacity, ranks=ranks)
+        if self.steps is not None:
+            return self.steps.ring_rows(quotas, staging_rows)
+        return ring_rows(quotas, staging_rows)
 
     def fingerprint(self) -> dict[str, int]:
         """One integer for everything that ranks must have in common."""
         return {
             "batch_size": self.batch_size, "capacity": self.capacity,
-            "schema": self.layout.schema.hash, "seed": _hash(self.seed),
+            "schema": self.given.schema.hash, "seed": _hash(self.seed),
             "routing": ROUTINGS.index(self.routing), "max_staleness": self.max_staleness,
             "min_size": self.min_size, "placement": _hash(self.quotas.tolist()),
-            "staging": self.staging_rows, "name": _hash(self.name), "overlap": int(self.overlap),
+            "staging": self.staging_rows, "steps": _hash(self._told_steps),
+            "name": _hash(self.name), "overlap": int(self.overlap),
             # Ranks may have disks at different paths.
             "tiers": _hash([(tier.name, tier.size) for tier in self.tiers]),
         }
 
+    @property
+    def _told_steps(self) -> str:
+        return "none" if self.steps is None else str(self.steps.window)
+
     def told(self, field: str) -> str:
         """What this rank has for a part of the fingerprint, for people."""
         values = {
-            "schema": self.layout.schema.description, "placement": self.quotas.tolist(),
-            "staging": self.staging_rows,
+            "schema": self.given.schema.description, "placement": self.quotas.tolist(),
+            "staging": self.staging_rows, "steps": self._told_steps,
         }
         return repr(values[field] if field in values else getattr(self, field))
 

@@ -2,27 +2,91 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from conduit.collectives.choice import open_exchanges
 from conduit.collectives.control import FINGERPRINT, Control, Operation
+from conduit.collectives.exchange import RowExchange
+from conduit.collectives.live import LiveLinks
+from conduit.collectives.probe import links_at_start
 from conduit.collectives.watch import raise_missing
 from conduit.collectives.world import TRANSPORT_ERRORS, World
 from conduit.configuration import Configuration
+from conduit.edp.directory import Directory
+from conduit.edp.routing import typical_moves
 from conduit.errors import DesyncError, SchemaError, WorldError
 from conduit.schema import Schema
-from conduit.tiers.budgets import Budget, budgets, most_that_fits, refuse
+from conduit.tiers.budgets import NO_STOCK, Budget, budgets, most_that_fits, refuse, stock
 from conduit.tiers.files import Owner
 from conduit.tiers.opening import open_store
 from conduit.tiers.shard import Shard
+from conduit.tiers.step_shard import StepShard
 from conduit.tiers.tier import Ring
 
-__all__ = ["create_together", "make_shard", "told_by_all"]
+__all__ = ["Created", "create"]
 
 
-def create_together(
+class Created(NamedTuple):
+    """What ranks make together: the exchanges are for batches, for late rows, and for what goes to
+    its holder."""
+
+    world: World
+    configuration: Configuration
+    shard: Shard | StepShard
+    directory: Directory
+    control: Control
+    links: LiveLinks
+    exchanges: Sequence[RowExchange]
+
+
+def create(world: World, checked: Callable[[World], Configuration]) -> Created:
+    """Collective. Makes the parts of a plane with the configuration ``checked``, or raises what is
+    wrong with it, on this rank or on another, and gives everything back, the world too."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(world.close)
+        fingerprint = dict.fromkeys(FINGERPRINT, 0)
+        configuration: Configuration | None = None
+        shard: Shard | StepShard | None = None
+        problem: Exception | None = None
+        seen = NO_STOCK
+        # A rank whose arguments are bad still takes part in the first exchange, so that the others
+        # learn of it there instead of waiting for it.
+        try:
+            configuration = checked(world)
+            fingerprint = configuration.fingerprint()
+            seen = stock(configuration.tiers, world.device)
+        except Exception as error:  # a policy of the user's can raise anything
+            problem = error
+        stocks = _told_by_all(world, seen)
+        if configuration is not None and not (stocks[:, 0] == NO_STOCK[0]).any():
+            try:
+                shard = _make_shard(configuration, world, stocks)
+                undo.callback(shard.close)
+                directory = Directory(capacity=configuration.capacity, ranks=world.size)
+            except Exception as error:
+                problem = error
+        control = Control(world, fingerprint)
+        _create_together(control, world, configuration, problem)
+        assert configuration is not None and shard is not None
+        control.decisions.decide("NCCL group", "the job's" if world.borrowed else "own")
+        links = LiveLinks(links_at_start(world))
+        exchanges = open_exchanges(
+            world, configuration.batches.row_bytes, count=3, decisions=control.decisions,
+            trial_rows=typical_moves(
+                configuration.routing, configuration.batch_size, world.size
+            ),
+            observe=links.observed,
+        )
+        undo.pop_all()
+        return Created(world, configuration, shard, directory, control, links, exchanges)
+
+
+def _create_together(
     control: Control, world: World, configuration: Configuration | None, problem: Exception | None
 ) -> None:
     """Collective. Raises ``problem``, what went wrong on this rank; WorldError if something did on
@@ -42,7 +106,7 @@ def create_together(
         # All ranks come here together, so they can tell each other more.
         assert configuration is not None
         if error.field == "schema":
-            _refuse_schemas(control, world, configuration.layout.schema)
+            _refuse_schemas(control, world, configuration.given.schema)
         if error.field in FINGERPRINT:
             _refuse_arguments(control, world, configuration, error)
         raise
@@ -83,7 +147,7 @@ def _refuse_arguments(
     ) from None
 
 
-def told_by_all(world: World, mine: NDArray[np.int64]) -> NDArray[np.int64]:
+def _told_by_all(world: World, mine: NDArray[np.int64]) -> NDArray[np.int64]:
     """Collective. Every rank's integers, ``[ranks, len(mine)]``; TimeoutError or WorldError naming
     the ranks that did not come."""
     try:
@@ -92,9 +156,9 @@ def told_by_all(world: World, mine: NDArray[np.int64]) -> NDArray[np.int64]:
         raise_missing(world, "making the plane", error)
 
 
-def make_shard(
+def _make_shard(
     configuration: Configuration, world: World, stocks: NDArray[np.int64]
-) -> Shard:
+) -> Shard | StepShard:
     """This rank's shard, within its budgets. ``stocks`` is what all ranks saw of their memory."""
     layout, rank = configuration.layout, world.rank
 
@@ -116,7 +180,11 @@ def make_shard(
         raise refuse(found, ring.nbytes, f"The largest capacity that fits this rank is {most:,} "
                      f"rows ({layout.row_bytes:,} bytes each)")
     store = open_store(ring, found, Owner.here(configuration.name, rank))
-    return Shard(
-        layout, store, quota_rows=int(configuration.quotas[rank]),
-        staging_rows=configuration.staging_rows,
+    quota_rows, staging_rows = int(configuration.quotas[rank]), configuration.staging_rows
+    steps = configuration.steps
+    if steps is None:
+        return Shard(layout, store, quota_rows=quota_rows, staging_rows=staging_rows)
+    return StepShard(
+        steps.delivered, store, steps.window, steps.columns, quota_rows=quota_rows,
+        staging_rows=staging_rows, episode_steps=steps.steps.episode_steps, rewards=steps.rewards,
     )

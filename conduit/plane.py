@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,35 +17,33 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from conduit.calls import Calls
-from conduit.collectives.choice import open_exchanges
-from conduit.collectives.control import FINGERPRINT, Control, Gathered, Operation
+from conduit.collectives.control import Gathered, Operation
 from conduit.collectives.links import LinkMatrix
-from conduit.collectives.live import LiveLinks
-from conduit.collectives.probe import links_at_start
 from conduit.collectives.world import World
 from conduit.configuration import Configuration, chosen_device
-from conduit.creation import create_together, make_shard, told_by_all
+from conduit.creation import create
 from conduit.edp.delivery import Replay
-from conduit.edp.directory import Directory
 from conduit.edp.draws import UniformDraws
 from conduit.edp.ingestion import Ingestion
 from conduit.edp.placement import Placement
-from conduit.edp.routing import typical_moves
 from conduit.edp.updates import Updates
-from conduit.errors import ConduitError, EmptyError
+from conduit.errors import EmptyError, SchemaError
 from conduit.metrics import Counters, Report
 from conduit.sched.batch import BatchMaker
 from conduit.sched.commits import Commits
 from conduit.sched.deliveries import Deliveries
 from conduit.sched.explanation import explain
+from conduit.sched.homewards import homewards_for
 from conduit.sched.lanes import StageError, lane_for
 from conduit.sched.late_columns import LateColumns
+from conduit.sched.letters import Letters
 from conduit.sched.slabs import SlabPool
 from conduit.sched.stages import LATE_COLUMNS
 from conduit.sched.timeline import CALL, PHASES, Timeline
 from conduit.schema import Rows, Schema
-from conduit.tiers.budgets import NO_STOCK, stock
+from conduit.tiers.shard import Shard
 from conduit.tiers.specification import Memory
+from conduit.tiers.step_shard import StepShard
 from conduit.tracing import Tracer
 
 __all__ = ["ExperiencePlane"]
@@ -109,62 +108,31 @@ class ExperiencePlane:
         overlap: bool = True,
         tiers: str | Sequence[Memory] = "auto",
     ) -> None:
-        world = World.join(device=chosen_device(device), timeout=timeout, group=group)
-        self._world = world
-        fingerprint = dict.fromkeys(FINGERPRINT, 0)
-        configuration: Configuration | None = None
-        problem: Exception | None = None
-        seen = NO_STOCK
-        # A rank whose arguments are bad still takes part in the first exchange, so that the others
-        # learn of it there instead of waiting for it.
-        try:
-            configuration = Configuration.checked(
+        device = chosen_device(device)
+        parts = create(
+            World.join(device=device, timeout=timeout, group=group),
+            lambda world: Configuration.checked(
                 example, ranks=world.size, rank=world.rank, capacity=capacity,
                 batch_size=batch_size, ingestion=ingestion, placement=placement, routing=routing,
                 max_staleness=max_staleness, min_size=min_size, seed=seed, name=name,
-                overlap=overlap, tiers=tiers, device=world.device,
-            )
-            self._configuration, self._layout = configuration, configuration.layout
-            fingerprint = configuration.fingerprint()
-            seen = stock(configuration.tiers, world.device)
-        except Exception as error:  # a policy of the user's can raise anything
-            problem = error
-        try:
-            stocks = told_by_all(world, seen)
-        except ConduitError:
-            world.close()
-            raise
-        if configuration is not None and not (stocks[:, 0] == NO_STOCK[0]).any():
-            try:
-                self._shard = make_shard(configuration, world, stocks)
-                self._directory = Directory(capacity=configuration.capacity, ranks=world.size)
-            except Exception as error:
-                problem = error
-        self._control = Control(world, fingerprint)
-        try:
-            create_together(self._control, world, configuration, problem)
-            assert configuration is not None
-            self._control.decisions.decide("NCCL group", "the job's" if world.borrowed else "own")
-            self._links = LiveLinks(links_at_start(world))
-            self._exchanges = open_exchanges(
-                world, self._layout.row_bytes, count=3, decisions=self._control.decisions,
-                trial_rows=typical_moves(routing, configuration.batch_size, world.size),
-                observe=self._links.observed,
-            )
-        except Exception:
-            world.close()
-            raise
+                overlap=overlap, tiers=tiers, device=device,
+            ),
+        )
+        world, configuration = parts.world, parts.configuration
+        self._world, self._configuration, self._layout = world, configuration, configuration.given
+        self._shard, self._directory = parts.shard, parts.directory
+        self._control, self._links, self._exchanges = parts.control, parts.links, parts.exchanges
         batches, late, homewards = self._exchanges
         self._tracer = Tracer(rank=world.rank)
         self._timeline = Timeline(self._tracer, overlap=configuration.overlap)
         lane = lane_for(world.device, self._tracer)
-        self._updates = Updates(self._layout)
+        self._updates = Updates(configuration.layout)
         self._calls = Calls(
             control=self._control, world=world, directory=self._directory, shard=self._shard,
             lane=lane, timeline=self._timeline, updates=self._updates, name=name,
         )
         self._counters = Counters()
-        self._slabs = SlabPool(self._layout, configuration.batch_size, world.device)
+        self._slabs = SlabPool(configuration.batches, configuration.batch_size, world.device)
         self._replay = Replay(
             directory=self._directory, routing=routing, rank=world.rank, hosts=world.hosts,
             batch_rows=configuration.batch_size, max_staleness=configuration.max_staleness,
@@ -173,19 +141,23 @@ class ExperiencePlane:
                 global_rows=configuration.batch_size * world.size,
             ),
         )
+        letters = Letters(homewards, self._control.swap)
         self._commits = Commits(
-            directory=self._directory, shard=self._shard, exchange=homewards,
-            quotas=configuration.quotas, rank=world.rank, counters=self._counters,
+            directory=self._directory, shard=self._shard, homewards=homewards_for(
+                self._shard, homewards, self._directory, letters, rank=world.rank,
+                counters=self._counters,
+            ), quotas=configuration.quotas, rank=world.rank, counters=self._counters,
             timeline=self._timeline,
         )
         self._late_columns = LateColumns(
             updates=self._updates, directory=self._directory, shard=self._shard,
-            exchange=homewards, swap=self._control.swap, rank=world.rank, counters=self._counters,
+            letters=letters, rank=world.rank,
+            counters=self._counters,
         )
         self._deliveries = Deliveries(
             replay=self._replay, shard=self._shard, exchange=batches, late_exchange=late,
             slabs=self._slabs, batches=BatchMaker(
-                self._layout.tree, rows=configuration.batch_size, device=world.device
+                configuration.batches.tree, rows=configuration.batch_size, device=world.device
             ),
             counters=self._counters, lane=lane, timeline=self._timeline,
         )
@@ -193,21 +165,36 @@ class ExperiencePlane:
 
     # ---------------------------------------------------------------- local calls
 
-    def extend(self, rows: Rows) -> None:
+    def extend(self, rows: Rows, *, stream: Any = None) -> None:
         """Stages rows: a TensorDict or (nested) dict of tensors ``[n, *shape]``, n of 0 or more.
 
         They are copied before the call returns and become visible at the next ``sample`` or
-        ``flush``. Raises SchemaError or CapacityError, and then stages nothing.
+        ``flush``. With ``ingestion=Steps(...)`` rows are steps of one stream, in order, or
+        ``[streams, time, *shape]``; ``stream`` (integers ``[n]``, or ``[streams]``) tells streams
+        of this rank apart where they are others than 0, 1, ... Raises SchemaError or CapacityError,
+        and then stages nothing.
         """
         self._calls.check_open()
-        n, values = self._layout.check(rows)
-        if n:
-            self._shard.stage(values, n)
-            self._counters.rows_staged += n
+        steps = self._configuration.steps
+        if steps is None:
+            if stream is not None:
+                raise SchemaError("rows are no steps of streams", field="stream",
+                                  expected="a plane with ingestion=conduit.Steps(...)")
+            n, values = self._layout.check(rows)
+            if n:
+                assert isinstance(self._shard, Shard)
+                self._shard.stage(values, n)
+        else:
+            read = steps.read(rows, stream)
+            n = len(read.ids)
+            if n:
+                assert isinstance(self._shard, StepShard)
+                self._shard.stage(read)
+        self._counters.rows_staged += n
 
-    def add(self, row: Rows) -> None:
+    def add(self, row: Rows, *, stream: int | None = None) -> None:
         """Stages one row: a TensorDict or (nested) dict of tensors ``[*shape]``."""
-        self.extend(self._layout.one_row(row))
+        self.extend(self._layout.one_row(row), stream=stream)
 
     def update(self, index: Tensor, values: Rows) -> None:
         """Stages new values for some fields of rows that are in the buffer: late columns.
@@ -271,13 +258,14 @@ class ExperiencePlane:
     def report(self) -> Report:
         """What the plane did and what it cost, on this rank."""
         counters, world = self._counters, self._world
+        first_row_bytes = self._configuration.batches.row_bytes
         first, *others = (exchange.traffic for exchange in self._exchanges)
         traffic = sum(others, start=first)
         return Report(
             name=self.name, rank=world.rank, ranks=world.size,
             hosts=len(np.unique(world.hosts)), device=str(world.device),
             routing=self._configuration.routing, rows=self._directory.size, capacity=self.capacity,
-            row_bytes=self._layout.row_bytes,
+            row_bytes=self._configuration.layout.row_bytes,
             shard_rows=int(self._directory.held[world.rank]),
             shard_bytes=self._shard.store.nbytes, tiers=self._shard.store.held_bytes(),
             directory_bytes=self._directory.nbytes,
@@ -289,7 +277,7 @@ class ExperiencePlane:
             late_rows=self._replay.late_rows, exchanges=traffic.calls,
             unshared_exchanges=traffic.unshared_calls,
             sent_rows=tuple(traffic.sent_rows.tolist()),
-            sent_bytes=tuple((traffic.sent_rows * self._layout.row_bytes).tolist()),
+            sent_bytes=tuple((traffic.sent_rows * first_row_bytes).tolist()),
             received_rows=tuple(traffic.received_rows.tolist()),
             control=self._control.transport,
             slow_links=tuple(map(str, self._links.slow())),

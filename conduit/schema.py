@@ -13,27 +13,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from conduit.blocks import BlockViews, BlockWriter
+from conduit.blocks import BlockViews, BlockWriter, Records, new_block, records_of
 from conduit.errors import SchemaError
 from conduit.fields import DTYPES, NAMES, Column, Field
 from conduit.rows import Key, Rows, as_tensor, flat_rows, nested, public
 
 __all__ = ["Field", "Key", "Records", "RowLayout", "Rows", "Schema"]
 
-Records: TypeAlias = NDArray[np.void] | Tensor
-
 ROW_ALIGNMENT_BYTES = 16
 """Rows start on multiples of the widest dtype, which is also what CUDA vector loads want."""
 
 CACHE_LINE_BYTES = 64
+
+HEAVY_BYTES = 1 << 10
+"""From this size on a field is a group of its own."""
 
 RESERVED = frozenset({"index", "loss_scale", "loss_weight", "priority_weight"})
 """Top-level keys that the plane itself writes into a batch."""
@@ -150,9 +149,11 @@ class RowLayout:
     """Where each field of a schema sits in a packed row of ``row_bytes`` bytes.
 
     Fields are ordered by itemsize (widest first), then dtype, then key: every offset is a multiple
-    of the field's itemsize without padding, and fields of one dtype are neighbours. A row is a
-    multiple of 16 bytes, so any view of any row is aligned on CPU and GPU; where it costs at most
-    an eighth more, rows are whole cache lines, which makes gathers about 10% faster.
+    of the field's itemsize without padding, and fields of one dtype are neighbours. Fields of 1 KiB
+    and more come after the others, each a group of its own that begins at a multiple of 16 bytes,
+    so that a batch can do without it. A row is a multiple of 16 bytes, so any view of any row is
+    aligned on CPU and GPU; where it costs at most an eighth more, rows are whole cache lines, which
+    makes gathers about 10% faster.
 
     ``columns`` are the fields in that order, ``tree`` the nested keys with the column's number at
     each leaf.
@@ -161,40 +162,48 @@ class RowLayout:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         order = sorted(
-            schema.fields, key=lambda f: (-f.dtype.itemsize, NAMES[f.dtype], f.key)
+            schema.fields, key=lambda f: (
+                f.size_bytes >= HEAVY_BYTES, -f.dtype.itemsize, NAMES[f.dtype], f.key
+            )
         )
-        columns, offset = [], 0
+        columns, offset, starts = [], 0, [0]
         for field in order:
+            if field.size_bytes >= HEAVY_BYTES:
+                offset += -offset % ROW_ALIGNMENT_BYTES
+                starts.append(offset)
             columns.append(Column(field=field, offset_bytes=offset))
             offset += field.size_bytes
         self.columns: tuple[Column, ...] = tuple(columns)
         self.row_bytes = _row_bytes(offset)
+        # Without light fields the first heavy one is the first group.
+        self._groups = list(pairwise([*dict.fromkeys(starts), self.row_bytes]))
         self._expected = [(column.field.dtype, column.field.shape) for column in columns]
         self.tree = nested({column.field.key: i for i, column in enumerate(columns)})
+
+    def group_of(self, column: int) -> tuple[int, int]:
+        """From which byte of a row to which the group goes that a column is in."""
+        offset = self.columns[column].offset_bytes
+        return next((group for group in self._groups if offset < group[1]), self._groups[-1])
 
     def block(self, rows: int, device: torch.device | None = None) -> Tensor:
         """Uninitialised packed rows on ``device``, by default the CPU: uint8 ``[rows, row_bytes]``.
         """
-        # Outlives the mode it is made in: in inference mode it could never be trained on.
-        with torch.inference_mode(False):
-            device = device or torch.device("cpu")
-            return torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
+        return new_block(rows, self.row_bytes, device)
 
     def records(self, block: Tensor) -> Records:
-        """``block`` as gathers see it: opaque numpy records ``[n]`` on the CPU, else itself.
+        """``block`` as gathers see it: opaque numpy records ``[n]`` on the CPU, else itself."""
+        return records_of(block)
 
-        On rows as opaque records numpy's ``take`` is 10 to 40% faster than ``index_select``.
-        """
-        if block.device.type != "cpu":
-            return block
-        return block.numpy().view(np.dtype((np.void, self.row_bytes)))[:, 0]
+    def fields_of(self, block: Tensor) -> BlockViews:
+        """The columns of ``block`` as views to be made again and again."""
+        return BlockViews(self.columns, block)
 
     def views(self, block: Tensor) -> dict[Key, Tensor]:
         """Each field of ``block`` (contiguous uint8 ``[n, row_bytes]``) as a view ``[n, *shape]``.
 
         Nothing is copied; writing to a view writes to the block.
         """
-        columns = BlockViews(self.columns, block).fresh()
+        columns = self.fields_of(block).fresh()
         return {c.field.key: view for c, view in zip(self.columns, columns, strict=True)}
 
     def tensordict(self, block: Tensor) -> TensorDict:

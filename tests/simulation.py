@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import conduit
-from conduit import plane
+from conduit import creation
 from conduit.collectives import choice
 from conduit.collectives.links import LinkMatrix
 from conduit.collectives.world import RECORD_WORDS, World
@@ -195,7 +195,7 @@ class Simulation:
         self._patches = [
             mock.patch.object(World, "join", self._join),
             mock.patch.object(choice, "measure", _measure_nothing),
-            mock.patch.object(plane, "links_at_start", no_links),
+            mock.patch.object(creation, "links_at_start", no_links),
             mock.patch.object(dist, "all_to_all_single", _all_to_all_single),
             mock.patch.object(dist, "is_initialized", lambda: True),
             mock.patch.object(dist, "destroy_process_group", lambda group=None: None),

@@ -14,7 +14,7 @@ import conduit
 ROOT = Path(conduit.__file__).parent
 # From the bottom up: a module imports only from its own layer and from those before it.
 LAYERS = [
-    {"errors", "rows", "fields", "blocks", "schema", "metrics", "tracing"},
+    {"errors", "rows", "fields", "blocks", "schema", "windows", "metrics", "tracing"},
     {"collectives", "tiers"}, {"edp"}, {"sched"},
     {"calls", "configuration", "creation", "plane"}, {"__init__", "tools"}, {"__main__"},
 ]

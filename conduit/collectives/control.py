@@ -29,7 +29,7 @@ __all__ = ["FINGERPRINT", "STAGES", "Control", "Gathered", "Operation"]
 
 Counts = NDArray[np.int64]
 
-FORMAT = 5
+FORMAT = 6
 """Changes whenever the meaning of the record does: ranks of different versions must not mix."""
 
 
@@ -47,7 +47,7 @@ class Operation(IntEnum):
 
 FINGERPRINT = (
     "batch_size", "capacity", "schema", "seed", "routing", "max_staleness", "min_size",
-    "placement", "staging", "name", "overlap", "tiers",
+    "placement", "staging", "steps", "name", "overlap", "tiers",
 )
 """Configuration that must be equal on all ranks."""
 

@@ -42,6 +42,10 @@ class Directory:
         """Logical index of the oldest live row."""
         return self.end - self.size
 
+    def begin_after(self, arriving: int, *, skipped: int) -> int:
+        """``begin`` when ``skipped`` indices are used up and ``arriving`` rows have come."""
+        return self.end + skipped + arriving - min(self.size + arriving, self.capacity)
+
     def evicted(self, arriving: int) -> NDArray[np.int64]:
         """How many rows each rank will lose when ``arriving`` rows come: int64 ``[ranks]``."""
         lost = np.zeros(self.ranks, dtype=np.int64)

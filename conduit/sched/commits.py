@@ -7,29 +7,27 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.edp.directory import Directory
-from conduit.edp.ingestion import Commit, plan_commit
+from conduit.edp.ingestion import plan_commit
 from conduit.metrics import Counters
+from conduit.sched.homewards import Homewards
 from conduit.sched.stages import COMMIT, SEND_HOME
 from conduit.sched.timeline import CALL, Timeline
-from conduit.tiers.shard import Shard
+from conduit.tiers.shard import AnyShard
 
 __all__ = ["Commits"]
 
 Counts = NDArray[np.int64]
-
-_WHAT = "sending rows home"
 
 
 class Commits:
     """Applies commits to the directory, which all ranks share, and to this rank's shard."""
 
     def __init__(
-        self, *, directory: Directory, shard: Shard, exchange: RowExchange, quotas: Counts,
+        self, *, directory: Directory, shard: AnyShard, homewards: Homewards, quotas: Counts,
         rank: int, counters: Counters, timeline: Timeline,
     ) -> None:
-        self._directory, self._shard, self._exchange = directory, shard, exchange
+        self._directory, self._shard, self._homewards = directory, shard, homewards
         self._quotas, self._rank = quotas, rank
         self._counters, self._timeline = counters, timeline
 
@@ -42,7 +40,7 @@ class Commits:
         with self._timeline.span(COMMIT.name, CALL):
             plan = plan_commit(staged, directory, self._quotas)
         occupied = directory.held + plan.dropped + plan.arriving
-        if np.count_nonzero(occupied > self._quotas + shard.staging_rows):
+        if np.count_nonzero(occupied > self._quotas + shard.grace_rows):
             fence()
             self._counters.fences += 1
         dropped, first = int(plan.dropped[rank]), directory.end + plan.skipped
@@ -50,10 +48,8 @@ class Commits:
         counts = plan.counts[here]
         if plan.moves:
             with self._timeline.span(SEND_HOME.name, CALL):
-                shard.receive(
-                    counts=counts, own=plan.sources[here] == rank, dropped=dropped,
-                    arrivals=self._send_home(plan).wait,
-                )
+                self._homewards.move(plan, begin=directory.begin_after(int(plan.counts.sum()),
+                                                                       skipped=plan.skipped))
         with self._timeline.span(COMMIT.name, CALL):
             directory.append(
                 plan.holders, plan.counts, skipped=plan.skipped, lost=plan.lost,
@@ -76,17 +72,6 @@ class Commits:
             start=directory.end - staged + skipped, dropped=skipped, begin=directory.begin
         )
         self._count(staged, skipped)
-
-    def _send_home(self, plan: Commit) -> InFlight:
-        """Sends rows beyond this rank's quota to their holders; others send some here."""
-        rank, shard = self._rank, self._shard
-        counts, out_counts = plan.sent_by(rank), plan.received_by(rank)
-        outgoing = int(counts.sum())
-        rows = self._exchange.outbox(outgoing, what=_WHAT)
-        if outgoing:
-            shard.copy_staged(int(plan.dropped[rank]) + plan.kept_by(rank), rows)
-        self._counters.rows_sent_home += outgoing
-        return self._exchange.begin(counts, out_counts, what=_WHAT)
 
     def _count(self, staged: int, skipped: int) -> None:
         self._counters.commits += 1

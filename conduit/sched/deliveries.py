@@ -34,7 +34,7 @@ from conduit.sched.lanes import Lane, Ticket
 from conduit.sched.slabs import LANE, POOL, USER, Slab, SlabPool
 from conduit.sched.stages import DRAW, EXCHANGE, GATHER, LATE, Due
 from conduit.sched.timeline import CALL, Timeline
-from conduit.tiers.shard import Shard
+from conduit.tiers.shard import AnyShard
 from conduit.tiers.store import put
 
 __all__ = ["Deliveries"]
@@ -57,7 +57,7 @@ class Deliveries:
     """Turns what the sampler deals into this rank's batches."""
 
     def __init__(
-        self, *, replay: Replay, shard: Shard, exchange: RowExchange, late_exchange: RowExchange,
+        self, *, replay: Replay, shard: AnyShard, exchange: RowExchange, late_exchange: RowExchange,
         slabs: SlabPool, batches: BatchMaker, counters: Counters, lane: Lane, timeline: Timeline,
     ) -> None:
         self._replay, self._shard = replay, shard

@@ -11,7 +11,7 @@ from torch import Tensor
 from conduit.collectives.exchange import InFlight, RowExchange
 from conduit.metrics import Counters
 from conduit.schema import Records
-from conduit.tiers.shard import Shard
+from conduit.tiers.shard import AnyShard
 from conduit.tiers.store import put
 
 __all__ = ["Fetch", "Wanted"]
@@ -41,7 +41,7 @@ class Fetch:
     """Fetches one block after another; ``what`` it does this for is told in errors."""
 
     def __init__(
-        self, shard: Shard, exchange: RowExchange, counters: Counters, *, what: str
+        self, shard: AnyShard, exchange: RowExchange, counters: Counters, *, what: str
     ) -> None:
         self._shard, self._exchange = shard, exchange
         self._counters, self._what = counters, what

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from conduit.collectives.exchange import RowExchange
 from conduit.edp.directory import Directory
 from conduit.edp.updates import Update, Updates, decoded, encoded
 from conduit.metrics import Counters
-from conduit.tiers.shard import Shard
+from conduit.sched.letters import Letters
+from conduit.tiers.shard import AnyShard
 
 __all__ = ["LateColumns"]
-
-Counts = NDArray[np.int64]
 
 _WHAT = "sending late columns"
 
 
 class LateColumns:
-    """``swap`` is a collective call by which every rank tells every other one integer."""
+    """The late columns of one plane."""
 
     def __init__(
-        self, *, updates: Updates, directory: Directory, shard: Shard, exchange: RowExchange,
-        swap: Callable[[Counts], Counts], rank: int, counters: Counters,
+        self, *, updates: Updates, directory: Directory, shard: AnyShard, letters: Letters,
+        rank: int, counters: Counters,
     ) -> None:
         self._updates, self._directory, self._shard = updates, directory, shard
-        self._exchange, self._swap, self._rank = exchange, swap, rank
-        self._counters = counters
+        self._letters, self._rank, self._counters = letters, rank, counters
 
     def apply(self) -> None:
         """Collective. To be called after the new rows of the same commit have come."""
@@ -48,9 +40,13 @@ class LateColumns:
             for peer in range(self._directory.ranks)
         ]
         # Every rank's in its turn, this rank's own too: who comes last, stays.
-        for peer, data in enumerate(self._swapped(for_rank)):
+        letters = [
+            encoded(updates) if peer != self._rank else encoded([])
+            for peer, updates in enumerate(for_rank)
+        ]
+        for peer, data in enumerate(self._letters.send(letters, what=_WHAT)):
             mine = peer == self._rank
-            self._write(for_rank[peer] if mine else decoded(data, self._shard.layout))
+            self._write(for_rank[peer] if mine else decoded(data, self._shard.store.ring.layout))
 
     def _live(self, update: Update) -> Update:
         """Without rows that have left."""
@@ -59,37 +55,8 @@ class LateColumns:
         self._counters.updates_ignored += len(update.indices) - len(alive)
         return update.at(alive).last_of_each()
 
-    def _swapped(self, for_rank: list[list[Update]]) -> list[NDArray[np.uint8]]:
-        """Collective. What every rank sends this one, in whole rows of the exchange."""
-        row_bytes = self._exchange.row_bytes
-        data = [
-            encoded(updates) if peer != self._rank else np.empty(0, dtype=np.uint8)
-            for peer, updates in enumerate(for_rank)
-        ]
-        counts = np.array([-(-len(raw) // row_bytes) for raw in data])
-        out_counts = self._swap(counts)
-        outbox = self._exchange.outbox(int(counts.sum()), what=_WHAT)
-        padded = [
-            np.append(raw, np.zeros(count * row_bytes - len(raw), dtype=np.uint8))
-            for raw, count in zip(data, counts.tolist(), strict=True)
-        ]
-        outbox.copy_(torch.from_numpy(np.concatenate(padded)).view(-1, row_bytes))
-        flight = self._exchange.begin(counts, out_counts, what=_WHAT)
-        inbox = torch.empty(int(out_counts.sum()), row_bytes, dtype=torch.uint8, device="cpu")
-
-        def take(rows: Tensor, start: int) -> None:
-            inbox[start : start + len(rows)] = rows
-
-        flight.wait(take)
-        ends = out_counts.cumsum()
-        raw = inbox.numpy()
-        return [
-            raw[end - count : end].reshape(-1)
-            for end, count in zip(ends.tolist(), out_counts.tolist(), strict=True)
-        ]
-
     def _write(self, updates: Iterable[Update]) -> None:
         for update in updates:
-            slots = self._shard.slots(update.indices)
+            slots = self._shard.rows_at(self._shard.slots(update.indices))
             for column, values in zip(update.columns, update.values, strict=True):
                 self._shard.store.overwrite(slots, column, values)

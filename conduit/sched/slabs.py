@@ -33,8 +33,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from conduit.blocks import BlockViews
-from conduit.schema import RowLayout
+from conduit.windows import BatchLayout
 
 __all__ = ["LANE", "POOL", "USER", "Slab", "SlabPool", "counts_are_reliable"]
 
@@ -52,10 +51,10 @@ Prepare: TypeAlias = Callable[[list[Tensor]], TensorDict]
 class Slab:
     """Packed rows of one batch, and batches prepared on them."""
 
-    def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
+    def __init__(self, layout: BatchLayout, rows: int, device: torch.device) -> None:
         self.block = layout.block(rows, device)
         self.records = layout.records(self.block)
-        self.views = BlockViews(layout.columns, self.block)
+        self.views = layout.fields_of(self.block)
         self._storage = self.block.untyped_storage()
         self._pointer = self._storage._cdata
         self._place = self.block.data_ptr(), self._storage.nbytes()
@@ -100,7 +99,7 @@ class Slab:
 class SlabPool:
     """Hands out slabs of ``rows`` rows. ``fresh`` counts those that had to be allocated."""
 
-    def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
+    def __init__(self, layout: BatchLayout, rows: int, device: torch.device) -> None:
         self._layout, self._rows, self._device = layout, rows, device
         self._slabs: list[Slab] = []
         self._reuse = counts_are_reliable()

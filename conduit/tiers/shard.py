@@ -15,7 +15,7 @@ the same integers) first makes sure by one more control exchange that nobody rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,9 @@ from torch import Tensor
 from conduit.errors import CapacityError
 from conduit.schema import Records, RowLayout
 from conduit.tiers.store import Store
+from conduit.windows import BatchLayout
 
-__all__ = ["Runs", "Shard", "ring_rows"]
+__all__ = ["AnyShard", "Runs", "Shard", "ring_rows"]
 
 Index = NDArray[np.int64]
 
@@ -37,6 +38,38 @@ Arrivals: TypeAlias = Callable[[Callable[[Tensor, int], None]], None]
 def ring_rows(quota_rows: Rows, staging_rows: int) -> Rows:
     """Slots of a ring for ``quota_rows`` rows (or of several rings, for an array of quotas)."""
     return quota_rows + 2 * staging_rows
+
+
+class AnyShard(Protocol):
+    """What a commit and a delivery need of a shard, whatever it is that it holds: see
+    :class:`Shard`."""
+
+    store: Store
+    grace_rows: int
+    """Rows beyond its quota that a commit may write before it is sure that nobody still reads
+    those that left in the commit before."""
+
+    @property
+    def layout(self) -> BatchLayout: ...
+
+    @property
+    def staged(self) -> int: ...
+
+    def commit(self, *, starts: Index, counts: Index, dropped: int, begin: int) -> None: ...
+
+    def commit_own(self, *, start: int, dropped: int, begin: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def slots(self, indices: Index) -> Index: ...
+
+    def rows_at(self, slots: Index) -> Index:
+        """Slots in the store of what lies at ``slots``: its own row, if it has several."""
+        ...
+
+    def gather(self, slots: Index, out: Records) -> None: ...
 
 
 class Runs:
@@ -77,6 +110,17 @@ class Runs:
     def clear(self) -> None:
         self._low = self._high = 0
 
+    def oldest(self, index: int) -> int:
+        """The ordinal of the first row from ``index`` on, after ``forget_before(index)``; if there
+        is none, an ordinal beyond all rows."""
+        if self._high == self._low:
+            return 0
+        ordinal = max(index, int(self._starts[self._low])) + int(self._offsets[self._low])
+        if self._high - self._low > 1:
+            following = self._low + 1
+            ordinal = min(ordinal, int(self._starts[following] + self._offsets[following]))
+        return ordinal
+
     def ordinals(self, indices: Index, *, turned: int = 0) -> Index:
         """Ordinals of live rows at logical ``indices``, less ``turned``. For other indices some
         number, and no error."""
@@ -99,6 +143,7 @@ class Shard:
         self.layout, self.store = layout, store
         self.quota_rows, self.staging_rows = quota_rows, staging_rows
         self.ring_rows = ring_rows(quota_rows, staging_rows)
+        self.grace_rows = staging_rows
         self.staged = 0
         self._runs = Runs()
         self._head = self._base = 0
@@ -189,6 +234,10 @@ class Shard:
         # Live rows span less than one turn of the ring, so all that can be needed is one turn back
         # for the negative ones (whose sign, shifted, is a mask of ones).
         slots += (slots >> 63) & self.ring_rows
+        return slots
+
+    def rows_at(self, slots: Index) -> Index:
+        """The same: a row is all that there is at a slot."""
         return slots
 
     def gather(self, slots: Index, out: Records) -> None:

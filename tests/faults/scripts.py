@@ -131,7 +131,7 @@ def script(
     done = []
     if apart:
         conduit.collectives.world.host_identity = lambda: 1_000 + rank.number
-        conduit.plane.links_at_start = no_links
+        conduit.creation.links_at_start = no_links
         conduit.collectives.choice.measure = lambda world, row_bytes, makers, *, rows: {
             name: 1 if name == network else 9 for name in makers
         }

@@ -228,7 +228,7 @@ def ending_with_a_large_draft(rank: Rank, *, how: str, who: int, apart: bool) ->
     Timeline.hides = staticmethod(lambda *figures: True)  # type: ignore[method-assign]
     if apart:
         conduit.collectives.world.host_identity = lambda: 1_000 + rank.number
-        conduit.plane.links_at_start = no_links
+        conduit.creation.links_at_start = no_links
     plane = conduit.ExperiencePlane(
         LARGE, capacity=18, batch_size=8, routing="independent",
         ingestion=conduit.Ingestion(staging_rows=6), timeout=timedelta(seconds=TIMEOUT_S),

@@ -98,7 +98,7 @@ def make_plane(
     if hosts is not None and rank.size > 1:
         identity = conduit.collectives.world.host_identity
         conduit.collectives.world.host_identity = lambda: 1_000 + hosts[rank.number]
-        conduit.plane.links_at_start = no_links  # they are all this host's loopback
+        conduit.creation.links_at_start = no_links  # they are all this host's loopback
     memory = tiers if isinstance(tiers, str) else [
         TIERS[tier] if isinstance(tier, str) else tier for tier in tiers
     ]
@@ -106,8 +106,10 @@ def make_plane(
     try:
         return conduit.ExperiencePlane(
             example, capacity=capacity, batch_size=batch_rows, placement=placements[placement],
-            ingestion=conduit.Ingestion(staging_rows=staging_rows), tiers=memory,
-            **{"timeout": TIMEOUT, **more},
+            tiers=memory, **{
+                "timeout": TIMEOUT, "ingestion": conduit.Ingestion(staging_rows=staging_rows),
+                **more,
+            },
         )
     finally:
         conduit.tiers.opening.split = split

@@ -96,8 +96,10 @@ def trained(
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_training_is_the_same_bit_for_bit(pools: Pools, ranks: int, routing: str) -> None:
     ways = [("within", 0), ("lane", 1), ("timed", 2)]
+    # Four ranks on two cores take their time.
+    updates = UPDATES if ranks < 4 or routing == "exchangeable" else UPDATES * 2 // 5
     runs = [
-        patient(pools[ranks], trained, how=how, routing=routing, updates=UPDATES, jitter=jitter)
+        patient(pools[ranks], trained, how=how, routing=routing, updates=updates, jitter=jitter)
         for how, jitter in (ways if ranks < 4 else ways[:2])
     ]
     assert all(run == runs[0] for run in runs)
